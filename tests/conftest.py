@@ -3,8 +3,6 @@
 torch and what imports it are imported below: the process that hands tests out to others does without.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import importlib
@@ -14,9 +12,6 @@ import pkgutil
 import signal
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -24,9 +19,6 @@ import megamix
 from megamix import progress
 from tests import devices
 from tests.programs import count_no_lines_in_programs, counting, lines_counted, mapped
-
-if TYPE_CHECKING:
-    from megamix.tools.ranks import RankPool
 
 # The counts that an issue names are run by `./launch/test.sh --full`; otherwise seeded samples of each sweep.
 FULL = os.environ.get("MEGAMIX_FULL") == "1"
@@ -46,17 +38,17 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # behind a shell's &, lik
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
+def pytest_addoption(parser):
     told = "device of the tests of engine and model (tests/devices.py); on another than the CPU no others run"
     parser.addoption("--device", choices=("cpu", "cuda", "simulated"), default="cpu", help=told)
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_configure(config):
     devices.prepare(config.getoption("device"))
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection(session: pytest.Session) -> Iterator[None]:
+def pytest_collection(session):
     """Count no covered lines while tests are found, but those of the package's imports: ten seconds less."""
     if counting() is not None and not getattr(session.config.option, "numprocesses", None):  # else it hands them out
         for module in pkgutil.walk_packages(megamix.__path__, "megamix."):
@@ -67,10 +59,10 @@ def pytest_collection(session: pytest.Session) -> Iterator[None]:
         return (yield)
 
 
-def also_wide(values: Iterable[Any], *chosen: object) -> list[Any]:
+def also_wide(values, *chosen):
     """Return the values of a parametrised test, of which the chosen ones run once more with halves computed wide."""
 
-    def marked(value: Any) -> Any:
+    def marked(value):
         return pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.also_wide)
 
     return [marked(value) if value in chosen else value for value in values]
@@ -80,12 +72,12 @@ CASES_COUNTED = 3  # of a test with many: the others run the same lines, and cou
 counts = True  # covered lines, in the test that runs: see the marker `uncounted`
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config, items):
     if (device := config.getoption("device")) != "cpu":
         chosen = devices.chosen(device, items)
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = chosen
-    seen = Counter[str]()
+    seen = Counter()
     for item in items:
         test = item.nodeid.partition("[")[0]
         seen[test] += 1
@@ -94,7 +86,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+def pytest_runtest_protocol(item):
     """Count no covered lines in a test that says so."""
     global counts
     counts = item.get_closest_marker("uncounted") is None
@@ -102,7 +94,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         return (yield)
 
 
-def _on_rank(test: str, counts: bool, device: str, case: Callable[..., Any], *args: Any) -> Any:
+def _on_rank(test, counts, device, case, *args):
     import torch.distributed as dist
 
     counts &= dist.get_rank() == 0
@@ -111,7 +103,7 @@ def _on_rank(test: str, counts: bool, device: str, case: Callable[..., Any], *ar
 
 
 @pytest.fixture(scope="session", autouse=True)
-def processes(pytestconfig: pytest.Config) -> None:
+def processes(pytestconfig):
     """This one has one thread; ranks inherit what tests import, and programs count no lines."""
     import torch
 
@@ -124,7 +116,7 @@ def processes(pytestconfig: pytest.Config) -> None:
     count_no_lines_in_programs()
 
 
-def pytest_sessionfinish() -> None:
+def pytest_sessionfinish():
     """Save what one of several pytest processes has counted: who takes ten seconds to end is killed, and it is lost."""
     if "PYTEST_XDIST_WORKER" in os.environ and (coverage := counting()) is not None:
         coverage.stop()
@@ -132,7 +124,7 @@ def pytest_sessionfinish() -> None:
 
 
 @pytest.fixture(autouse=True)
-def default_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def default_device(request, monkeypatch):
     """Put what a test makes without a word about the device on the run's, unless the test is about two devices."""
     device = "cpu" if devices.is_of_two(request.node) else request.config.getoption("device")
     for name, tensor in devices.moved(device, vars(request.module)).items():
@@ -142,14 +134,14 @@ def default_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.fixture(autouse=True)
-def machine_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+def machine_is_shared(monkeypatch):
     """A job that a test runs in its own process leaves that one's threads and malloc alone."""
     monkeypatch.setattr("megamix.train.command.set_torch_environment", lambda ranks, deterministic: None)
     monkeypatch.setattr("megamix.train.command.keep_freed_memory", lambda: None)
 
 
 @pytest.fixture(autouse=True)
-def process_is_shared() -> Iterator[None]:
+def process_is_shared():
     """A launcher that a test runs in its own process leaves signals ignored, which ends with the test. Nothing leaves
     garbage collection off.
     """
@@ -161,9 +153,9 @@ def process_is_shared() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def data(tmp_path_factory):
     """Token files for `tiny_job`. Nobody changes them."""
-    from tests.train.jobs import write_data
+    from tests.builders import write_data
 
     folder = tmp_path_factory.mktemp("data") / "data"
     write_data(folder)
@@ -171,7 +163,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def doors(tmp_path: Path) -> Iterator[None]:
+def doors(tmp_path):
     """Forget the registrations of a test's plugins after it, so that they are imported anew."""
     from megamix import axes, plugins
 
@@ -194,13 +186,11 @@ class RankPools:
     another device than the CPU they share it.
     """
 
-    def __init__(self, device: str = "cpu"):
+    def __init__(self, device="cpu"):
         self._device = device
-        self._pools: dict[int, RankPool] = {}
+        self._pools = {}
 
-    def __call__(
-        self, case: Callable[..., Any], world_size: int, *args: Any, deadline_s: float | None = None
-    ) -> list[Any]:
+    def __call__(self, case, world_size, *args, deadline_s=None):
         """Run a top-level function on ranks. A case that fails in a rank fails the test by the rank's name."""
         from megamix.tools.ranks import RankPool
 
@@ -212,7 +202,7 @@ class RankPools:
         test = os.environ.get("PYTEST_CURRENT_TEST", "")
         return self._pools[world_size].call(_on_rank, test, counts, self._device, case, *args, deadline_s=deadline_s)
 
-    def close(self) -> None:
+    def close(self):
         """End the ranks, and with them what plugins registered there. The next case starts new ones."""
         for pool in self._pools.values():
             pool.close()
@@ -220,7 +210,7 @@ class RankPools:
 
 
 @pytest.fixture(scope="session")
-def run_ranks(pytestconfig: pytest.Config) -> Iterator[RankPools]:
+def run_ranks(pytestconfig):
     """`run_ranks(case, world_size, *args)` runs a top-level function on real Gloo ranks."""
     pools = RankPools(pytestconfig.getoption("device"))
     yield pools

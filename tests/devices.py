@@ -7,14 +7,10 @@ cuda       The tests of ROOMS make their tensors on the GPU, and their ranks sha
 simulated  The tests of ROOMS on the simulated GPU. Those of cpu_only.txt must fail, all others pass.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
-from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -23,7 +19,7 @@ DEADLINE_S = 30.0  # of a case on ranks that share a GPU
 CPU_ONLY = Path(__file__).parent / "gpu/cpu_only.txt"  # written by `python -m tests.gpu.cpu_only`
 
 
-def prepare(device: str) -> None:
+def prepare(device):
     """Make this process one that sees what it shall see. Call it before torch is imported."""
     if device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -40,13 +36,13 @@ def prepare(device: str) -> None:
         raise pytest.UsageError("--device cuda: torch sees no GPU here; megamix doctor says why")
 
 
-def preloaded(device: str) -> list[str]:
+def preloaded(device):
     """Return the modules that a rank must import before torch."""
     return ["tests.gpu.simulated"] if device == "simulated" else []
 
 
 @contextmanager
-def default_device(device: str) -> Iterator[None]:
+def default_device(device):
     """Make tensors without a device on this one. What a generator of the host draws is drawn there, and moved."""
     if device == "cpu":
         yield
@@ -58,7 +54,7 @@ def default_device(device: str) -> Iterator[None]:
     draws = (torch.rand, torch.randn, torch.randint, torch.randperm)
 
     class DrawnOnTheHost(TorchFunctionMode):
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_function__(self, func, types, args=(), kwargs=None):
             kwargs = kwargs or {}
             if func in draws and kwargs.get("generator") is not None and "device" not in kwargs:
                 return func(*args, **kwargs, device="cpu").to(gpu)
@@ -68,7 +64,7 @@ def default_device(device: str) -> Iterator[None]:
         yield
 
 
-def moved(device: str, values: Mapping[str, object]) -> dict[str, object]:
+def moved(device, values):
     """Return the tensors among a module's values, which its import has made on the CPU, on this device."""
     if device == "cpu":
         return {}
@@ -77,18 +73,18 @@ def moved(device: str, values: Mapping[str, object]) -> dict[str, object]:
     return {name: value.to("cuda") for name, value in values.items() if isinstance(value, torch.Tensor)}
 
 
-def cpu_only() -> dict[str, str]:
+def cpu_only():
     """Return the tests that the simulated GPU cannot run, and why: whole ones, or single cases."""
     lines = CPU_ONLY.read_text(encoding="utf-8").splitlines()
     return {name: why for name, _, why in (line.partition("\t") for line in lines)}
 
 
-def is_of_two(item: pytest.Item) -> bool:
+def is_of_two(item):
     """Return whether a test compares a real GPU with the CPU, and says itself what lies where."""
     return item.get_closest_marker("real_gpu") is not None
 
 
-def chosen(device: str, items: Iterable[pytest.Item]) -> list[pytest.Item]:
+def chosen(device, items):
     """Return the tests of a run on another device than the CPU. What the simulated one cannot run must fail on it."""
     reasons, found = cpu_only(), []
     for item in items:

@@ -4,14 +4,11 @@
 that a test starts count for it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import coverage
@@ -28,33 +25,33 @@ concurrency = thread
 patch = subprocess,_exit
 context = ${{PYTEST_CURRENT_TEST-}}
 """
-passed_s: dict[str, float] = {}
-failed: set[str] = set()
+passed_s = {}
+failed = set()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+def pytest_runtest_protocol(item):
     """Count the lines of this process for the test that runs."""
     if (running := counting()) is not None:
         running.switch_context(item.nodeid)
     return (yield)
 
 
-def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+def pytest_runtest_logreport(report):
     """Sum the seconds of a test's phases."""
     passed_s[report.nodeid] = passed_s.get(report.nodeid, 0.0) + report.duration
     if not report.passed:
         failed.add(report.nodeid)
 
 
-def pytest_sessionfinish() -> None:
+def pytest_sessionfinish():
     """Write how long each test that passed took: the process that hands tests out knows of all."""
     if "PYTEST_XDIST_WORKER" not in os.environ:
         seconds = {test: round(took_s, 3) for test, took_s in passed_s.items() if test not in failed}
         Path(os.environ[MAP_FOLDER], "seconds.json").write_text(json.dumps(seconds, indent=0), encoding="utf-8")
 
 
-def make(folder: Path) -> None:
+def make(folder):
     """Run all tests, and leave the map and the source that it is of in `folder`."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -72,18 +69,18 @@ def make(folder: Path) -> None:
 class LineMap:
     """A map that `make` has left in `folder`."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder):
         self.source = folder
-        self._seconds: dict[str, float] = json.loads((folder / "seconds.json").read_text(encoding="utf-8"))
+        self._seconds = json.loads((folder / "seconds.json").read_text(encoding="utf-8"))
         self._root = (folder / "root.txt").read_text(encoding="utf-8")
         self._data = coverage.CoverageData(str(folder / "lines"))
         self._data.read()
 
-    def seconds(self, test: str) -> float:
+    def seconds(self, test):
         """Return the seconds that a test took when the map was made, 0 if it is not in it."""
         return self._seconds.get(test, 0.0)
 
-    def tests(self, path: Path, lines: list[int]) -> list[str]:
+    def tests(self, path, lines):
         """Return the tests that run one of the lines, the quickest first. `path` begins with `megamix`."""
         by_line = self._data.contexts_by_lineno(f"{self._root}/{path}")
         contexts = {context for line in lines for context in by_line.get(line, [])}

@@ -13,8 +13,6 @@ quickest tests that run its line fails or hangs; it has survived if these pass, 
 folder more than one fault survives that was killed before.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import contextlib
@@ -30,10 +28,8 @@ import tempfile
 import time
 import types
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import coverage
 import psutil
@@ -55,7 +51,7 @@ KNOWN_S = 15.0  # at most what the chosen tests took when the map was made
 WORKERS = 2
 FAULT = ("folder", "path", "line", "function", "kind", "before", "after")  # of a row; the others are its verdict
 
-SWAPS: dict[type[ast.AST], str] = {
+SWAPS = {
     ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==", ast.Is: "is not",
     ast.IsNot: "is", ast.In: "not in", ast.NotIn: "in", ast.Add: "-", ast.Sub: "+", ast.And: "or", ast.Or: "and",
 }  # fmt: skip
@@ -74,20 +70,20 @@ class Mutant:
     end: int
     text: str
 
-    def apply(self, source: str) -> str:
+    def apply(self, source):
         lines = source.splitlines(keepends=True)
         line = lines[self.line - 1].encode()
         lines[self.line - 1] = (line[: self.start] + self.text.encode() + line[self.end :]).decode()
         return "".join(lines)
 
 
-def _between(left: ast.expr, right: ast.expr, operator: ast.AST, kind: str) -> Iterator[tuple[str, int, int, int, str]]:
+def _between(left, right, operator, kind):
     """The operator's place, spaces and brackets included: only where it stands bare on one line."""
     if left.end_lineno == right.lineno and left.end_col_offset is not None and type(operator) in SWAPS:
         yield kind, right.lineno, left.end_col_offset, right.col_offset, f" {SWAPS[type(operator)]} "
 
 
-def _changes(node: ast.AST) -> Iterator[tuple[str, int, int, int, str]]:
+def _changes(node):
     """Yield (kind, line, start, end, text) of every change of this node alone."""
     match node:
         case ast.Compare(left=left, ops=[operator], comparators=[right]):
@@ -114,12 +110,12 @@ def _changes(node: ast.AST) -> Iterator[tuple[str, int, int, int, str]]:
             yield "removed statement", node.lineno, node.col_offset, node.end_col_offset, "pass"
 
 
-def _called(node: ast.AST) -> str:
+def _called(node):
     function = node.func if isinstance(node, ast.Call) else None
     return getattr(function, "attr", getattr(function, "id", ""))
 
 
-def _left_out(node: ast.AST, above: list[ast.AST]) -> str:
+def _left_out(node, above):
     """Return why a change of `node` below `above` is no fault that a test could see, or ""."""
     chain = [*above, node]
     for parent, child in zip(chain, [*chain[1:], None], strict=True):
@@ -145,13 +141,13 @@ def _left_out(node: ast.AST, above: list[ast.AST]) -> str:
     return ""
 
 
-def folder_of(path: Path) -> str:
+def folder_of(path):
     """Return the folder of the package in which `path` counts: `config`, `tools/plan`, or `.` for the loose files."""
     parts = path.parts[1:-1]
     return "/".join(parts[: 2 if parts[:1] == ("tools",) else 1]) or "."
 
 
-def mutants(tree: Path) -> list[Mutant]:
+def mutants(tree):
     """Return every fault of the package under `tree` that a test on a CPU could see, in order of files and lines."""
     found = []
     report = coverage.Coverage(data_file=None, config_file=str(tree / "pyproject.toml"))
@@ -159,7 +155,7 @@ def mutants(tree: Path) -> list[Mutant]:
         source = path.read_text(encoding="utf-8")
         code = compile(source, "mutant", "exec", dont_inherit=True)
         not_here = set(report.analysis2(str(path))[2])  # what only a GPU runs
-        waiting: list[tuple[ast.AST, list[ast.AST]]] = [(ast.parse(source), [])]
+        waiting = [(ast.parse(source), [])]
         while waiting:
             node, above = waiting.pop()
             waiting += [(child, [*above, node]) for child in ast.iter_child_nodes(node)]
@@ -176,9 +172,9 @@ def mutants(tree: Path) -> list[Mutant]:
     return sorted(found, key=lambda one: (one.path, one.line, one.start, one.kind))
 
 
-def draw(seed: int) -> list[dict[str, Any]]:
+def draw(seed):
     """Return the rows of `PER_FOLDER` faults of each folder, the kinds alike often."""
-    folders: dict[str, dict[str, list[Mutant]]] = {}
+    folders = {}
     for mutant in mutants(ROOT):
         folders.setdefault(folder_of(mutant.path), {}).setdefault(mutant.kind, []).append(mutant)
     rows = []
@@ -196,7 +192,7 @@ def draw(seed: int) -> list[dict[str, Any]]:
     return rows
 
 
-def place(row: dict[str, Any], tree: Path) -> tuple[Path, int] | None:
+def place(row, tree):
     """Return where a row's line stands in `tree` today: file and number; None if it is gone."""
     known = tree / row["path"]
     files = [known, *(path for path in sorted((tree / "megamix").rglob(known.name)) if path != known)]
@@ -213,10 +209,10 @@ def place(row: dict[str, Any], tree: Path) -> tuple[Path, int] | None:
     return None
 
 
-def _functions(source: str) -> dict[int, str]:
+def _functions(source):
     """Return the dotted name of the function or class around each line that has one."""
-    names: dict[int, str] = {}
-    waiting: list[tuple[ast.AST, str]] = [(ast.parse(source), "")]
+    names = {}
+    waiting = [(ast.parse(source), "")]
     while waiting:
         node, name = waiting.pop()
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -229,16 +225,16 @@ def _functions(source: str) -> dict[int, str]:
 class Judge:
     """A copy of the tree in which one fault after another is planted and judged."""
 
-    def __init__(self, tree: Path, line_map: LineMap):
+    def __init__(self, tree, line_map):
         self.tree, self._map = tree, line_map
         for name in COPIED:
             there = ROOT / name
             if there.exists():
                 (shutil.copytree if there.is_dir() else shutil.copy2)(there, tree / name)
-        self._clean: dict[str, bool] = {}  # tests that fail here without a fault judge nothing
+        self._clean = {}  # tests that fail here without a fault judge nothing
         self._known = self._tests_of_today()
 
-    def verdict(self, row: dict[str, Any], killer: str = "") -> dict[str, Any]:
+    def verdict(self, row, killer=""):
         """Return what the tests of a row's line say of its fault, `killer` first.
 
         `verdict` is killed, survived or gone; `test` the test that failed or hung; `word` why.
@@ -269,8 +265,8 @@ class Judge:
                 return {"verdict": "killed", "test": test if test in chosen else chosen[0], "word": word}
             tests.remove(test)
 
-    def _chosen(self, tests: list[str]) -> list[str]:
-        chosen: list[str] = []
+    def _chosen(self, tests):
+        chosen = []
         known_s = 0.0
         for test in tests[:QUICKEST]:
             known_s += self._map.seconds(test)
@@ -279,20 +275,20 @@ class Judge:
             chosen.append(test)
         return chosen
 
-    def _is_clean(self, test: str) -> bool:
+    def _is_clean(self, test):
         if test not in self._clean:
             self._clean[test] = self._run([test])[0]
         return self._clean[test]
 
-    def _tests_of_today(self) -> set[str]:
+    def _tests_of_today(self):
         collect = [sys.executable, "-m", "pytest", "--collect-only", "-q"]
         said = subprocess.run(collect, cwd=self.tree, env=self._environment(), capture_output=True, text=True).stdout
         return {line for line in said.splitlines() if "::" in line}
 
-    def _environment(self) -> dict[str, str]:
+    def _environment(self):
         return os.environ | {"PYTHONPATH": str(self.tree), "PYTHONDONTWRITEBYTECODE": "1"}
 
-    def _run(self, tests: list[str]) -> tuple[bool, str, str]:
+    def _run(self, tests):
         """Return whether the tests pass, else the one that did not, and a word."""
         said = self.tree / "said.jsonl"
         said.unlink(missing_ok=True)
@@ -315,7 +311,7 @@ class Judge:
             return False, said_so[-1][0] if said_so else "", "hangs"
         return status == 0, "", "" if status == 0 else f"pytest ended with {status}"
 
-    def _test_in_child(self, tests: list[str], said: Path) -> None:
+    def _test_in_child(self, tests, said):
         os.setsid()
         os.chdir(self.tree)
         os.environ.update(self._environment())
@@ -331,7 +327,7 @@ class Judge:
         os._exit(pytest.main([*options, *tests], plugins=[_Says(said)]))
 
 
-def _lines(row: dict[str, Any], path: Path, number: int) -> list[int]:
+def _lines(row, path, number):
     """Return the lines of a file that show a fault: its own; outside of functions those that name what it assigns, or
     all.
     """
@@ -343,7 +339,7 @@ def _lines(row: dict[str, Any], path: Path, number: int) -> list[int]:
     return named if len(named) > 1 else [*range(1, len(lines) + 1)]
 
 
-def _end(pid: int) -> None:
+def _end(pid):
     """End a process that leads its group, and all that it has started."""
     started = psutil.Process(pid).children(recursive=True)
     os.killpg(pid, signal.SIGKILL)
@@ -353,7 +349,7 @@ def _end(pid: int) -> None:
             process.kill()
 
 
-def _last_line(report: pytest.TestReport | pytest.CollectReport) -> str:
+def _last_line(report):
     """Return the last line of what went wrong, without folders of this machine."""
     return re.sub(r"/\S*/", "", (report.longreprtext.splitlines() or ["failed"])[-1])[:150]
 
@@ -361,41 +357,41 @@ def _last_line(report: pytest.TestReport | pytest.CollectReport) -> str:
 class _Says:
     """Plugin of pytest that writes which test has begun, and which has failed with what."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path):
         self._path = path
 
-    def _write(self, test: str, word: str) -> None:
+    def _write(self, test, word):
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps([test, word]) + "\n")
 
-    def pytest_runtest_logstart(self, nodeid: str) -> None:
+    def pytest_runtest_logstart(self, nodeid):
         self._write(nodeid, "")
 
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+    def pytest_runtest_logreport(self, report):
         if report.failed:
             self._write(report.nodeid, _last_line(report))
 
-    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+    def pytest_collectreport(self, report):
         if report.failed:
             self._write(report.nodeid, _last_line(report))
 
 
-def write(path: Path, rows: list[dict[str, Any]]) -> None:
+def write(path, rows):
     """Write a log, a row a line."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-def read(path: Path) -> list[dict[str, Any]]:
+def read(path):
     """Return the rows of a log, [] if it is not there."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
 
 
-def key(row: dict[str, Any]) -> tuple[str, ...]:
+def key(row):
     """Return what tells a fault from all others."""
     return row["path"], str(row["line"]), row["before"], row["after"]
 
 
-def judge(rows: list[dict[str, Any]], done: Path, share: int) -> None:
+def judge(rows, done, share):
     """Judge this process's share of the rows, one after the other, and append each to `done`."""
     import torch._dynamo  # what the tests import, and this process's children have
 
@@ -412,7 +408,7 @@ def judge(rows: list[dict[str, Any]], done: Path, share: int) -> None:
             print(f"{today['verdict']:9} {time.monotonic() - began_s:3.0f} s  {where}  {today['word']}", flush=True)
 
 
-def compared(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> int:
+def compared(before, after):
     """Print how each folder's faults fared, and those that live now. Return the exit status of --again."""
     now = {key(row): row for row in after}
     status = 0
@@ -429,7 +425,7 @@ def compared(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> int:
     return int(status)
 
 
-def main() -> int:
+def main():
     parser = argparse.ArgumentParser(description="seeded one-line faults of every folder, judged by its quickest tests")
     parser.add_argument("--map", action="store_true", help="make the map of tests and lines")
     parser.add_argument("--draw", type=int, metavar="SEED", help="write tests/faults.jsonl anew")

@@ -4,8 +4,6 @@ to loopback.
 On a cluster it does not. Where the tests run it may, and then Gloo listens on loopback whatever it was told.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import ipaddress
@@ -24,7 +22,7 @@ _UP = 0x1
 _LISTENS = "0A"  # of /proc/net/tcp
 
 
-def listening(pid: int) -> set[tuple[str, int]]:
+def listening(pid):
     """Addresses and ports at which a process takes connections."""
     links = set()
     for link in list(Path(f"/proc/{pid}/fd").iterdir()):
@@ -35,20 +33,20 @@ def listening(pid: int) -> set[tuple[str, int]]:
     return {_address(row[1]) for row in rows if row[3] == _LISTENS and f"socket:[{row[9]}]" in links}
 
 
-def _address(text: str) -> tuple[str, int]:
+def _address(text):
     """As the kernel prints it: words of four bytes, each in the machine's order."""
     words, port = text.split(":")
     ordered = b"".join(bytes.fromhex(words[at : at + 8])[::-1] for at in range(0, len(words), 8))
     return str(ipaddress.ip_address(ordered)), int(port, 16)
 
 
-def elsewhere(command: list[str]) -> list[str]:
+def elsewhere(command):
     """The command that runs `command` there: with a network and a table of hosts of its own."""
     rights = [] if os.geteuid() == 0 else ["--map-root-user"]  # where the system lets users have namespaces
     return ["unshare", *rights, "--net", "--mount", sys.executable, "-m", "tests.network", *command]
 
 
-def _main(command: list[str]) -> None:
+def _main(command):
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         fcntl.ioctl(any_socket, _SET_FLAGS, struct.pack("16sH14x", b"lo", _UP))
         address = struct.pack("HH4s8x", socket.AF_INET, 0, socket.inet_aton(ADDRESS))

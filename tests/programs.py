@@ -1,14 +1,10 @@
 """Environment of a program that a test starts, and the processes that count covered lines."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import resource
 import sys
 import threading
-from collections.abc import Iterator
-from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -16,13 +12,13 @@ import numpy as np
 MAP_FOLDER = "MEGAMIX_LINE_MAP"  # environment variable: the folder of a map in the making (tests/line_map.py)
 
 
-def counting() -> Any:
+def counting():
     """Return this process's coverage, None where no lines are counted."""
     return sys.modules["coverage"].Coverage.current() if "coverage" in sys.modules else None
 
 
 @contextlib.contextmanager
-def lines_counted(counts: bool) -> Iterator[None]:
+def lines_counted(counts):
     """Count no covered lines until the end of the block unless it `counts`."""
     before = sys.gettrace(), threading.gettrace()
     if not counts:
@@ -37,7 +33,7 @@ def lines_counted(counts: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def mapped(test: str, counts: bool) -> Iterator[None]:
+def mapped(test, counts):
     """Count the lines of a rank for `test` in the block, if a map of lines is in the making and this rank `counts`."""
     if (folder := os.environ.get(MAP_FOLDER)) is None or not counts:
         yield
@@ -53,13 +49,13 @@ def mapped(test: str, counts: bool) -> Iterator[None]:
         running.save()
 
 
-def stop_counting() -> None:
+def stop_counting():
     """Count no more lines in this process: counting costs 38 % more processor time."""
     if (coverage := counting()) is not None:
         coverage.stop()
 
 
-def count_no_lines_in_programs() -> None:
+def count_no_lines_in_programs():
     """Take away what makes Python count covered lines in programs: importing torch takes half as long again, and so
     does each step. The tests of each room count its lines. Only a map of lines (tests/line_map.py) wants theirs.
     """
@@ -69,23 +65,23 @@ def count_no_lines_in_programs() -> None:
         os.environ["COVERAGE_PROCESS_START"] = f"{folder}/settings.ini"
 
 
-def fresh_pages() -> int:
+def fresh_pages():
     """Return how many pages 128 MiB take that are not there yet: 64 or more, unless malloc has kept as much."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     np.ones(2**24)
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 
-def with_settings(**settings: object) -> dict[str, str]:
+def with_settings(**settings):
     """Return this process's environment with `settings`."""
     return os.environ | {name: str(value) for name, value in settings.items()}
 
 
 @contextlib.contextmanager
-def no_compiler() -> Iterator[None]:
+def no_compiler():
     """Let engines take torch's own kernels until the end of the block, as on a machine without a compiler."""
 
-    def refuse(*_: object) -> None:
+    def refuse(*_):
         raise RuntimeError("no compiler")
 
     with mock.patch("megamix.mixed_precision.fused_update._compile", return_value=refuse):

@@ -3,8 +3,6 @@
 A test file's promise is the first paragraph of its docstring.
 """
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 
@@ -13,7 +11,7 @@ PAGE = TESTS.parent / "docs" / "testing.md"
 HEADER = "| promise | test file |\n|---|---|\n"
 
 
-def promise(path: Path) -> str:
+def promise(path):
     """Return the first paragraph of the docstring of the test file at `path`, in one line.
 
     Raises: ValueError if there is none.
@@ -24,13 +22,13 @@ def promise(path: Path) -> str:
     return " ".join(docstring.partition("\n\n")[0].split()).removesuffix(".").replace("|", "\\|")
 
 
-def table() -> str:
+def table():
     """Return the table's text: a row for each test file, in the order of their paths."""
     paths = sorted(TESTS.rglob("test_*.py"))
     return HEADER + "".join(f"| {promise(path)} | `{path.relative_to(TESTS.parent).as_posix()}` |\n" for path in paths)
 
 
-def with_table(page: str) -> str:
+def with_table(page):
     """Return the text `page` with its table replaced by today's."""
     before, header, after = page.partition(HEADER)
     assert header, f"no table of promises: it begins with {HEADER!r}"

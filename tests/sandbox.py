@@ -92,7 +92,7 @@ cuda = types.SimpleNamespace(is_available=lambda: {gpus} > 0, device_count=lambd
 class Sandbox:
     """A copy of the repository's scripts, beside a PATH of stand-ins."""
 
-    def __init__(self, base: Path) -> None:
+    def __init__(self, base):
         self.base = base
         self.repo = base / "repo"
         self.bin = base / "bin"
@@ -110,20 +110,20 @@ class Sandbox:
         (self.base / "pretrain.py").write_text(PRETRAIN)
         self.gpus(0)
 
-    def gpus(self, count: int) -> None:
+    def gpus(self, count):
         (self.modules / "torch.py").write_text(TORCH.format(gpus=count, halves=bool(half_units())))
 
-    def hide(self, *names: str) -> None:
+    def hide(self, *names):
         """Let these modules not be there."""
         (self.modules / "sitecustomize.py").write_text(f"import sys; sys.modules.update(dict.fromkeys({names}))\n")
 
-    def program(self, name: str, text: str = PYTHON) -> Path:
+    def program(self, name, text=PYTHON):
         path = self.bin / name
         path.write_text(text)
         path.chmod(0o755)
         return path
 
-    def run(self, script: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    def run(self, script, *arguments, **variables):
         environment = {
             "PATH": str(self.bin),
             "HOME": str(self.base),
@@ -138,7 +138,7 @@ class Sandbox:
         command = ["bash", str(self.repo / "launch" / script), *arguments]
         return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=self.base, check=False)
 
-    def lines(self, name: str = "log") -> list[str]:
+    def lines(self, name="log"):
         """Records of the stand-ins since the last call."""
         path = self.base / name
         lines = path.read_text().splitlines() if path.exists() else []

@@ -3,15 +3,12 @@
 Its nodes have made-up GPUs and share this machine's cores. It needs root, and installs slurm-wlm and munge.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -53,11 +50,11 @@ PartitionName=main Nodes=n[1-{count}] Default=YES MaxTime=INFINITE State=UP
 class Cluster:
     """Starts when it is entered and ends, with all its jobs, when it is left."""
 
-    def __init__(self, folder: Path, count: int) -> None:
+    def __init__(self, folder, count):
         self.folder, self.count = folder, count
-        self._daemons: list[subprocess.Popen[bytes]] = []
+        self._daemons = []
 
-    def __enter__(self) -> Cluster:
+    def __enter__(self):
         if shutil.which("slurmctld") is None or shutil.which("munged") is None:
             packages = ["slurm-wlm", "munge"]
             subprocess.run(["apt-get", "install", "-y", "-q", "--no-install-recommends", *packages], check=True)
@@ -82,14 +79,14 @@ class Cluster:
         until(lambda: self.states() == ["idle"] * self.count, "idle nodes")
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, *error):
         self.call("scancel", "--user=root")
         until(lambda: not self.call("squeue", "--noheader"), "end of all jobs", 60)
         for daemon in reversed(self._daemons):
             daemon.kill()
             daemon.wait()
 
-    def _start_munge(self) -> None:
+    def _start_munge(self):
         folder = self.folder / "munge"
         (folder / "key").write_bytes(os.urandom(128))
         (folder / "key").chmod(0o400)
@@ -98,22 +95,22 @@ class Cluster:
         self._daemon("munged", "--foreground", "--force", *options)
         until((folder / "socket").exists, "munge")
 
-    def _daemon(self, *command: str) -> subprocess.Popen[bytes]:
+    def _daemon(self, *command):
         with (self.folder / f"{command[0]}.out").open("ab") as out:
             daemon = subprocess.Popen(command, stdout=out, stderr=out, env=self.environment(), start_new_session=True)
         self._daemons.append(daemon)
         return daemon
 
-    def environment(self) -> dict[str, str]:
+    def environment(self):
         return os.environ | {"SLURM_CONF": str(self.folder / "slurm.conf")}
 
-    def start_node(self, name: str) -> None:
+    def start_node(self, name):
         self._daemon("slurmd", "-D", "-c", "-N", name, "-f", str(self.folder / "slurm.conf"))
 
-    def states(self) -> list[str]:
+    def states(self):
         return self.call("sinfo", "--noheader", "--Node", "--format=%t").split()
 
-    def kill_node(self, name: str) -> None:
+    def kill_node(self, name):
         """Kill, at once, the processes that a node has started for jobs, and its daemons."""
         pids = [pid for pid in _pids() if f"SLURMD_NODENAME={name}" in _words(pid, "environ")]
         pids += [parent for pid in pids if "slurmstepd" in " ".join(_words(parent := _parent(pid), "cmdline"))]
@@ -122,37 +119,37 @@ class Cluster:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
-    def call(self, *command: str, directory: Path | None = None, **environment: str) -> str:
+    def call(self, *command, directory=None, **environment):
         """Run a client. Return what it printed."""
         told = self.environment() | environment
         done = subprocess.run(command, env=told, cwd=directory, capture_output=True, text=True, timeout=60, check=False)
         return done.stdout + done.stderr
 
-    def job(self, number: str) -> dict[str, str]:
+    def job(self, number):
         """Return what Slurm says of a job."""
         words = self.call("scontrol", "show", "job", number, "--oneliner").split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
 
-def _pids() -> list[int]:
+def _pids():
     return [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
 
 
-def _words(pid: int, what: str) -> list[str]:
+def _words(pid, what):
     try:
         return Path(f"/proc/{pid}/{what}").read_text(errors="replace").split("\0")
     except OSError:  # it has just ended
         return []
 
 
-def _parent(pid: int) -> int:
+def _parent(pid):
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     except OSError:
         return 0
 
 
-def _free_ports(count: int) -> list[int]:
+def _free_ports(count):
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     ports = [one.getsockname()[1] for one in sockets]
     for one in sockets:
@@ -160,7 +157,7 @@ def _free_ports(count: int) -> list[int]:
     return ports
 
 
-def until(true: Callable[[], object], what: str, deadline_s: float = DEADLINE_S) -> None:
+def until(true, what, deadline_s=DEADLINE_S):
     end_s = time.monotonic() + deadline_s
     while not true():
         assert time.monotonic() < end_s, f"not in time: {what}"

@@ -6,8 +6,6 @@ end: every logged number, every bit of the weights and moments. The seed says wh
 up to 50 ms after that, so at another instant in every soak.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random
@@ -17,14 +15,12 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from megamix.checkpoint.folder import set_aside, unfinished
-from megamix.config import Config
+from tests.builders import EXPERTS, tiny_job, write_data
 from tests.train.fresh_ranks import FreshRanks
-from tests.train.jobs import EXPERTS, tiny_job, write_data
 from tests.train.outcome import differences, end_of
 from tests.train.strikes import DAMAGES, KINDS, RANKS, Fault, Strikes, damage_newest, draw_faults
 
@@ -41,7 +37,7 @@ class Usage(NamedTuple):
     memory_mib: float  # its own: without what is mapped from files
 
     @staticmethod
-    def now() -> Usage:
+    def now():
         lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
         descriptors = len(list(Path("/proc/self/fd").iterdir()))
         return Usage(descriptors, int(lines["Threads"]), int(lines["RssAnon"].split()[0]) / 1024)
@@ -50,14 +46,14 @@ class Usage(NamedTuple):
 class Watch:
     """Called on every rank before each attempt; writes down what the process uses."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder):
         self.folder = folder
 
-    def __call__(self, rank: int, number: int) -> None:
+    def __call__(self, rank, number):
         with (self.folder / f"usage{rank}.jsonl").open("a") as log:
             log.write(json.dumps(Usage.now()) + "\n")
 
-    def ends(self, rank: int) -> tuple[Usage, Usage]:
+    def ends(self, rank):
         """The least in the second and in the last tenth of all attempts. The first tenth is for warming up, and a save
         under way takes a thread and files of its own, which come and go.
         """
@@ -67,7 +63,7 @@ class Watch:
         return first, last
 
 
-def growth(watch: Watch) -> list[str]:
+def growth(watch):
     return [
         f"rank {rank}: {what} grew from {first:g} to {last:g}"
         for rank in range(RANKS)
@@ -76,19 +72,27 @@ def growth(watch: Watch) -> list[str]:
     ]
 
 
-def soak_config(folder: Path, steps: int, every: int) -> Config:
+def soak_config(folder, steps, every):
     """A small job with all that a run may carry over: dropout, overflows, biases of experts, validations, saves beside
     training.
     """
     return tiny_job(
         folder,
         tokens=folder.parent / "data",
-        model={"dropout": 0.1, "recompute": "full", "experts": EXPERTS},
-        precision={"loss_scale": {"init_scale": 2.0**14, "growth_interval": 20}},
-        training={"steps": steps, "global_batch_size": 4, "eval_interval": 50, "eval_batches": 1},
-        parallelism={"timeout_s": TIMEOUT_S, "ep_size": RANKS},
-        checkpoint={"save_interval": every // 4, "replica_check_interval": 25},
-        metrics={"tensorboard": False, "log_interval": 1, "precision_interval": 100},
+        dropout=0.1,
+        recompute="full",
+        experts=EXPERTS,
+        loss_scale={"init_scale": 2.0**14, "growth_interval": 20},
+        steps=steps,
+        global_batch_size=4,
+        eval_interval=50,
+        eval_batches=1,
+        timeout_s=TIMEOUT_S,
+        ep_size=RANKS,
+        save_interval=every // 4,
+        replica_check_interval=25,
+        log_interval=1,
+        precision_interval=100,
     )
 
 
@@ -101,12 +105,12 @@ class Fight(NamedTuple):
     surprises: list[str]  # for each start that ended in another way than its fault should end it
 
 
-def train_under_fire(config: Config, faults: Sequence[Fault], rng: random.Random) -> Fight:
+def train_under_fire(config, faults, rng):
     """Start it until it has finished, or often enough for that."""
     folder = Path(config.checkpoint.folder).parent
     log = folder / "struck.txt"
     log.touch()
-    failed_saves, struck, surprises = 0, 0, list[str]()
+    failed_saves, struck, surprises = 0, 0, []
     for start in range(1, 2 * len(faults) + 2):
         ranks = FreshRanks(config, RANKS, Strikes(faults[struck:], log))
         statuses = ranks.join(DEADLINE_S)
@@ -124,7 +128,7 @@ def train_under_fire(config: Config, faults: Sequence[Fault], rng: random.Random
     return Fight(list(faults[:struck]), start, failed_saves, surprises)
 
 
-def faults_of(fight: Fight, clean: Path, fire: Path) -> list[str]:
+def faults_of(fight, clean, fire):
     """Differences between the run under fire and the run without faults; empty if there are none."""
     problems = [f"surprise: {told}" for told in fight.surprises]
     state = json.loads((fire / "run/status.json").read_text())["state"]
@@ -139,7 +143,7 @@ def faults_of(fight: Fight, clean: Path, fire: Path) -> list[str]:
     return problems + [f"left over: {path}" for path in unfinished(fire / "run/checkpoints")]
 
 
-def soak(folder: Path, steps: int, every: int, seed: int) -> tuple[list[str], list[str]]:
+def soak(folder, steps, every, seed):
     """Prints what happens. Returns what is wrong with the run under fire, and what grew in the one without faults."""
     rng = random.Random(seed)
     faults = draw_faults(rng, steps, every)
@@ -169,7 +173,7 @@ def soak(folder: Path, steps: int, every: int, seed: int) -> tuple[list[str], li
     return missed + faults_of(fight, clean, fire), growth(watch)
 
 
-def main() -> int:
+def main():
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--every", type=int, default=40, help="attempts from one fault to the next, on average")

@@ -4,16 +4,12 @@ Verbs and their flags, configuration keys with their defaults, the library's exp
 statuses, and the files of a run.
 """
 
-from __future__ import annotations
-
-import argparse
 import inspect
 import json
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,7 +17,7 @@ import megamix
 from megamix.cli import VERBS, _parser
 from megamix.config.sections import config_schema
 from megamix.supervise.status import EXIT_STATUS
-from tests.train.jobs import write_data
+from tests.builders import write_data
 
 JOB = """[model]
 vocab_size = 64
@@ -44,14 +40,14 @@ folder = "FOLDER"
 """
 
 
-def flags() -> Iterator[str]:
+def flags():
     """Yield each verb, and each of its flags and positional arguments."""
     for verb in VERBS:
         (verbs,) = (action for action in _parser([verb.name])._actions if action.dest == "verb")
         yield from _flags(f"megamix {verb.name}", cast(dict[str, Any], verbs.choices)[verb.name])
 
 
-def _flags(name: str, parser: argparse.ArgumentParser) -> Iterator[str]:
+def _flags(name, parser):
     yield f"verb {name}"
     for action in parser._actions:
         choices = action.choices
@@ -63,11 +59,11 @@ def _flags(name: str, parser: argparse.ArgumentParser) -> Iterator[str]:
             yield f"flag {name} {'/'.join(action.option_strings) or action.dest}{known}"
 
 
-def keys() -> Iterator[str]:
+def keys():
     """Yield each configuration key with its default."""
     schema = config_schema()
 
-    def walk(node: dict[str, Any], path: str) -> Iterator[str]:
+    def walk(node, path):
         node = {**schema["$defs"][node["$ref"].rpartition("/")[2]], **node} if "$ref" in node else node
         for other in (*node.get("anyOf", ()), *node.get("oneOf", ()), *node.get("allOf", ())):
             yield from walk(other, path)
@@ -81,7 +77,7 @@ def keys() -> Iterator[str]:
     return walk(schema, "")
 
 
-def exports() -> Iterator[str]:
+def exports():
     """Yield each public name with its parameters."""
     for name in megamix.__all__:
         value = getattr(megamix, name)
@@ -95,7 +91,7 @@ def exports() -> Iterator[str]:
                 yield f"export {name}.{member}"
 
 
-def files() -> Iterator[str]:
+def files():
     """Yield the files of a run of four updates, digits as #."""
     with tempfile.TemporaryDirectory() as place:
         job, folder = Path(place, "job.toml"), Path(place, "run")
@@ -106,7 +102,7 @@ def files() -> Iterator[str]:
         yield from (f"file {re.sub(r'events.out.*', 'events.out.#', name)}" for name in names)
 
 
-def main() -> int:
+def main():
     statuses = (f"exit status {status}: {state}" for state, status in EXIT_STATUS.items())
     for part in (flags(), keys(), exports(), statuses, files()):
         print(*sorted(set(part)), sep="\n")

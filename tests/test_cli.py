@@ -9,31 +9,28 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
 
 from megamix.arguments import lines_told
 from megamix.cli import VERBS, _parse, main
-from megamix.config import Config, load_config
-from megamix.progress import ProgressLine
+from megamix.config import load_config
 
 ROOT = Path(__file__).parents[1]
 QUICKSTART = str(ROOT / "configs" / "quickstart.toml")
 
 
-def test_show_prints_a_file_that_loads_equal(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_show_prints_a_file_that_loads_equal(capsys, tmp_path):
     assert main(["config", QUICKSTART, "training.steps=90", "--show"]) == 0
     shown = tmp_path / "shown.toml"
     shown.write_text(capsys.readouterr().out)
     assert load_config(shown) == load_config(QUICKSTART, ["training.steps=90"])
 
 
-def test_without_a_verb_the_verbs_are_listed_by_task(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_verb_the_verbs_are_listed_by_task(capsys):
     assert main([]) == 2
     told = capsys.readouterr().err
     tasks = ["train a model:", "see whether it is right:", "use a model:", "look and measure:"]
@@ -45,20 +42,18 @@ def test_without_a_verb_the_verbs_are_listed_by_task(capsys: pytest.CaptureFixtu
     assert capsys.readouterr().out.rstrip() == told.rstrip()
 
 
-def test_schema_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_schema_prints_json(capsys):
     assert main(["config", "--schema"]) == 0
     assert "model" in json.loads(capsys.readouterr().out)["properties"]
 
 
-def test_show_without_a_file_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_without_a_file_says_so(capsys):
     assert main(["config", "--show"]) == 2
     assert "write megamix config CONFIG --show" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [["checkpoint", "ls", str(ROOT)], ["config", QUICKSTART, "--show"]])
-def test_a_reader_that_has_seen_enough_ends_a_verb_without_a_word(
-    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_reader_that_has_seen_enough_ends_a_verb_without_a_word(words, monkeypatch, capsys):
     ours, theirs = os.pipe()
     os.close(ours)
     with open(theirs, "w") as nobody_reads:
@@ -67,8 +62,8 @@ def test_a_reader_that_has_seen_enough_ends_a_verb_without_a_word(
     assert capsys.readouterr().err == ""
 
 
-def test_a_pipe_that_breaks_within_a_verb_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    def lines(arguments: argparse.Namespace) -> Iterator[str]:
+def test_a_pipe_that_breaks_within_a_verb_is_told(capsys):
+    def lines(arguments):
         yield "one"
         raise BrokenPipeError(errno.EPIPE, "a worker is gone")
 
@@ -76,7 +71,7 @@ def test_a_pipe_that_breaks_within_a_verb_is_told(capsys: pytest.CaptureFixture[
     assert "megamix prepare: a worker is gone" in capsys.readouterr().err
 
 
-def test_overrides_may_stand_on_both_sides_of_a_flag(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_overrides_may_stand_on_both_sides_of_a_flag(capsys, tmp_path):
     assert main(["config", QUICKSTART, "training.steps=90", "--show", "optimizer.lr=2e-3", "training.steps=91"]) == 0
     shown = tmp_path / "shown.toml"
     shown.write_text(capsys.readouterr().out)
@@ -91,9 +86,7 @@ def test_overrides_may_stand_on_both_sides_of_a_flag(capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize("verb", [["train"], ["config", "--show"]])
-def test_wrong_input_is_one_message_and_status_2(
-    verb: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_input_is_one_message_and_status_2(verb, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)  # no data lies here
     name, *flags = verb
     assert main([name, *flags, QUICKSTART, "optimizer.lr=-1", "model.num_heads=5"]) == 2
@@ -104,9 +97,7 @@ def test_wrong_input_is_one_message_and_status_2(
     assert ("\n  data.train" in captured.err) is (name == "train")
 
 
-def test_only_rank_0_speaks_and_every_rank_fails(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_rank_0_speaks_and_every_rank_fails(capsys, monkeypatch):
     said = {}
     for rank in ("0", "1"):
         monkeypatch.setenv("RANK", rank)
@@ -116,8 +107,8 @@ def test_only_rank_0_speaks_and_every_rank_fails(
     assert said["1"] == ""
 
 
-def test_a_rank_that_torchrun_leaves_alone_with_its_mistake_says_it(capsys, monkeypatch) -> None:
-    waited: list[float] = []
+def test_a_rank_that_torchrun_leaves_alone_with_its_mistake_says_it(capsys, monkeypatch):
+    waited = []
     monkeypatch.setattr(time, "sleep", waited.append)
     for name, value in {"RANK": "9", "LOCAL_RANK": "1", "TORCHELASTIC_RUN_ID": "none"}.items():
         monkeypatch.setenv(name, value)
@@ -126,9 +117,9 @@ def test_a_rank_that_torchrun_leaves_alone_with_its_mistake_says_it(capsys, monk
     assert waited == [6.0]
 
 
-def test_train_hands_the_configuration_to_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
-    ran: list[Config] = []
-    checked: list[Config] = []
+def test_train_hands_the_configuration_to_the_trainer(monkeypatch):
+    ran = []
+    checked = []
     job, preflight, ahead, size = (
         ModuleType(f"megamix.{name}") for name in ("train.job", "run.run_folder", "run.resume_rules", "run.job_size")
     )
@@ -148,7 +139,7 @@ def test_train_hands_the_configuration_to_the_trainer(monkeypatch: pytest.Monkey
     assert [config.training.steps for config in ran] == [100]
 
 
-def test_prepare_writes_and_reuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prepare_writes_and_reuses(tmp_path, capsys):
     (tmp_path / "text").mkdir()
     for number in range(8):
         (tmp_path / "text" / f"{number}.txt").write_text("a small corpus of plain words\n" * 20)
@@ -161,7 +152,7 @@ def test_prepare_writes_and_reuses(tmp_path: Path, capsys: pytest.CaptureFixture
     assert (tmp_path / "out" / "train.bin").is_file()
 
 
-def test_prepare_names_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prepare_names_what_is_wrong(tmp_path, capsys):
     output = tmp_path / "out"
     assert main(["prepare", "--input", str(tmp_path / "none"), "--output", str(output)]) == 2
     error = capsys.readouterr().err
@@ -169,9 +160,7 @@ def test_prepare_names_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert not output.exists()
 
 
-def test_prepare_answers_a_broken_disk_and_a_dead_worker_with_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prepare_answers_a_broken_disk_and_a_dead_worker_with_one_line(tmp_path, capsys, monkeypatch):
     from megamix.data.prepare.workers import WorkerDiedError
 
     (tmp_path / "text").write_text("a text")
@@ -188,18 +177,18 @@ def test_prepare_answers_a_broken_disk_and_a_dead_worker_with_one_line(
         assert capsys.readouterr().err == f"megamix prepare: {line}"
 
 
-def test_prepare_takes_a_named_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prepare_takes_a_named_corpus(tmp_path, monkeypatch):
     from megamix.data.prepare.prepare_corpus import Request
     from megamix.data.prepare.tokenizer_choice import TokenizerChoice
 
     module = importlib.import_module("megamix.data.prepare.prepare_corpus")
-    seen: list[tuple[Any, ...]] = []
+    seen = []
 
     class Prepared:
-        def summary(self) -> str:
+        def summary(self):
             return "done"
 
-    def prepare_corpus(corpus: Any, output: Path, request: Request, progress: ProgressLine) -> Prepared:
+    def prepare_corpus(corpus, output, request, progress):
         seen.append((corpus.flag, output, request))
         return Prepared()
 
@@ -208,7 +197,7 @@ def test_prepare_takes_a_named_corpus(tmp_path: Path, monkeypatch: pytest.Monkey
     assert seen == [("--corpus torch", tmp_path, Request(tokenizer=TokenizerChoice("train", 2048), valid_fraction=0.1))]
 
 
-def test_wrong_input_is_answered_before_torch_is_imported() -> None:
+def test_wrong_input_is_answered_before_torch_is_imported():
     wrong = [
         *("plot nowhere", "plan nowhere", "verify nowhere", "generate nowhere", "evaluate nowhere"),
         *("export nowhere --to hf out", "import nowhere --output out", "prepare --input nowhere --output out"),
@@ -230,7 +219,7 @@ def test_wrong_input_is_answered_before_torch_is_imported() -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_module_is_the_command() -> None:
+def test_module_is_the_command():
     command = [sys.executable, "-m", "megamix", "config", QUICKSTART, "data.train=3", "--show"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 2
@@ -239,7 +228,7 @@ def test_module_is_the_command() -> None:
     ]
 
 
-def test_a_python_without_the_dependencies_is_one_line_that_names_the_environment() -> None:
+def test_a_python_without_the_dependencies_is_one_line_that_names_the_environment():
     program = "import runpy, sys; sys.modules['pydantic'] = None; runpy.run_module('megamix', run_name='__main__')"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 1
@@ -247,6 +236,6 @@ def test_a_python_without_the_dependencies_is_one_line_that_names_the_environmen
     assert "has no pydantic; run `. .venv/bin/activate`, which ./launch/install.sh makes" in done.stderr
 
 
-def test_words_behind_two_dashes_are_another_program_s() -> None:
+def test_words_behind_two_dashes_are_another_program_s():
     """Whoever audits a script of his own."""
     assert _parse(["audit", "--", "python", "train.py", "--lr=1"]).command == ["python", "train.py", "--lr=1"]

@@ -1,7 +1,5 @@
 """Named spans add up, inner spans are subtracted from outer ones, and nothing is measured unless asked."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -17,7 +15,7 @@ def now(monkeypatch):
     return time
 
 
-def test_spans_add_up_without_what_lies_inside_them(now) -> None:
+def test_spans_add_up_without_what_lies_inside_them(now):
     clock = Clock(torch.device("cpu"))
     clock.enabled = True
     for _ in range(2):
@@ -31,14 +29,14 @@ def test_spans_add_up_without_what_lies_inside_them(now) -> None:
     assert clock.read() == {}
 
 
-def test_a_clock_that_is_off_measures_nothing(now) -> None:
+def test_a_clock_that_is_off_measures_nothing(now):
     clock = Clock(torch.device("cpu"))
     with clock.span("outer"):
         now["s"] += 1.0
     assert clock.read() == {}
 
 
-def test_an_error_inside_a_span_leaves_the_clock_usable(now) -> None:
+def test_an_error_inside_a_span_leaves_the_clock_usable(now):
     clock = Clock(torch.device("cpu"))
     clock.enabled = True
     with pytest.raises(ValueError, match="planted"), clock.span("outer"):
@@ -48,23 +46,23 @@ def test_an_error_inside_a_span_leaves_the_clock_usable(now) -> None:
     assert clock.read() == {"next": 1.0}
 
 
-def test_a_gpus_spans_are_counted_when_it_has_passed_them_and_not_waited_for(monkeypatch) -> None:
+def test_a_gpus_spans_are_counted_when_it_has_passed_them_and_not_waited_for(monkeypatch):
     class Event:
         """Of a device that passes an event each second; whoever waits for one fails."""
 
         recorded = passed = 0
 
-        def __init__(self, enable_timing: bool) -> None:
+        def __init__(self, enable_timing):
             pass
 
-        def record(self) -> None:
+        def record(self):
             Event.recorded += 1
             self.at = Event.recorded
 
-        def query(self) -> bool:
+        def query(self):
             return self.at <= Event.passed
 
-        def elapsed_time(self, end: Event) -> float:
+        def elapsed_time(self, end):
             return 1000.0 * (end.at - self.at)
 
     monkeypatch.setattr(torch.cuda, "Event", Event)

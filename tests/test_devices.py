@@ -2,14 +2,11 @@
 simulated GPU exactly the tests of tests/gpu/cpu_only.txt fail, by which those for a real one are chosen.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -24,43 +21,43 @@ SAMPLE = [f"tests/mixed_precision/test_{name}.py" for name in ("engine", "set_lr
 SAMPLE += [f"tests/model/test_{name}.py" for name in ("fp8", "windows")]
 
 
-def _pytest(*arguments: str) -> tuple[int, str]:
+def _pytest(*arguments):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     return done.returncode, done.stdout + done.stderr
 
 
-def test_no_test_sees_a_gpu_unasked() -> None:
+def test_no_test_sees_a_gpu_unasked():
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
 
 
-def test_a_gpu_that_is_not_there_is_an_error() -> None:
+def test_a_gpu_that_is_not_there_is_an_error():
     status, told = _pytest("--device", "cuda", "--collect-only", "tests/model/test_flops.py")
     assert status == pytest.ExitCode.USAGE_ERROR
     assert "--device cuda: torch sees no GPU here" in told
 
 
 @pytest.mark.skipif(library.missing() is not None, reason=f"{library.missing()}")
-def test_the_simulated_gpu_fails_the_tests_that_are_written_down_and_no_others() -> None:
+def test_the_simulated_gpu_fails_the_tests_that_are_written_down_and_no_others():
     status, told = _pytest("--device", "simulated", *(devices.ROOMS if FULL else SAMPLE))
     assert status == 0, f"python -m tests.gpu.cpu_only writes down what it cannot run\n{told[-4000:]}"
     assert " xfailed" in told
 
 
-def test_what_is_written_down_is_there() -> None:
+def test_what_is_written_down_is_there():
     for name in devices.cpu_only():
         file, _, test = name.partition("[")[0].partition("::")
         assert f"def {test}(" in (ROOT / file).read_text(encoding="utf-8"), name
 
 
-def _item(name: str, *, real_gpu: bool = False) -> Any:
-    marks: list[Any] = []
+def _item(name, *, real_gpu=False):
+    marks = []
     return SimpleNamespace(
         nodeid=name, get_closest_marker=lambda _: real_gpu or None, add_marker=marks.append, marks=marks
     )
 
 
-def test_a_real_gpu_runs_what_the_simulated_one_can_and_what_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_real_gpu_runs_what_the_simulated_one_can_and_what_needs_it(monkeypatch):
     monkeypatch.setattr(devices, "cpu_only", lambda: {"tests/model/a.py::b": "why", "tests/model/a.py::c[1]": "why"})
     names = [f"tests/model/a.py::{test}" for test in ("a", "b[0]", "c[0]", "c[1]")]
     items = [*map(_item, names), _item("tests/model/a.py::d", real_gpu=True), _item("tests/data/a.py::e")]
@@ -69,7 +66,7 @@ def test_a_real_gpu_runs_what_the_simulated_one_can_and_what_needs_it(monkeypatc
     assert [bool(item.marks) for item in items[:4]] == [False, True, False, True]
 
 
-def test_a_test_is_written_down_as_one_or_by_its_cases() -> None:
+def test_a_test_is_written_down_as_one_or_by_its_cases():
     recorder = Recorder()
     for name, outcome in (("a[0]", "failed"), ("a[1]", "failed"), ("b[0]", "failed"), ("b[1]", "passed")):
         report = SimpleNamespace(

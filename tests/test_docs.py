@@ -1,7 +1,5 @@
 """All paths, links, tests, stages and tags that the pages under docs/ name exist."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import re
@@ -19,17 +17,17 @@ PAGES = sorted(DOCS.rglob("*.md"))
 ALL_PAGES = [*PAGES, *sorted(ROOT.glob("*.md"))]
 
 
-def _text(page: str) -> str:
+def _text(page):
     return (DOCS / page).read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md", ROOT / "AGENTS.md"], ids=lambda page: page.stem)
-def test_every_path_on_a_page_exists(page: Path) -> None:
+def test_every_path_on_a_page_exists(page):
     paths = re.findall(r"\b(?:megamix|tests|docs|launch|configs)/[\w./-]*\w", page.read_text(encoding="utf-8"))
     assert [path for path in paths if not (ROOT / path).exists()] == []
 
 
-def _anchors(page: Path) -> set[str]:
+def _anchors(page):
     """Return the anchors of a page's headings, as GitHub and the site make them."""
     text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     titles = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
@@ -37,14 +35,14 @@ def _anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", ALL_PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_every_link_on_a_page_leads_to_a_file_and_a_heading(page: Path) -> None:
+def test_every_link_on_a_page_leads_to_a_file_and_a_heading(page):
     links = re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)", page.read_text(encoding="utf-8"))
     local = [(page.parent / target if target else page, anchor) for target, anchor in links if "://" not in target]
     assert [str(target) for target, _ in local if not target.exists()] == []
     assert [f"{target}#{anchor}" for target, anchor in local if anchor and anchor not in _anchors(target)] == []
 
 
-def test_the_api_page_has_what_the_package_exports() -> None:
+def test_the_api_page_has_what_the_package_exports():
     table, _, reference = _text("api.md").partition("\n## ")
     cells = re.findall(r"^\| (`.*?`) \| ", table, flags=re.MULTILINE)
     told = [name.removeprefix("megamix.") for cell in cells for name in re.findall(r"`([\w.]+)`", cell)]
@@ -54,28 +52,28 @@ def test_the_api_page_has_what_the_package_exports() -> None:
     assert all(hasattr(megamix, name) for name in megamix.__all__)
 
 
-def test_the_table_of_promises_is_what_the_test_files_say() -> None:
+def test_the_table_of_promises_is_what_the_test_files_say():
     page = _text("testing.md")
     assert page == with_table(page), "write it with `python -m tests.promises`"
 
 
-def test_the_log_s_table_has_exactly_the_tags_that_are_written() -> None:
+def test_the_log_s_table_has_exactly_the_tags_that_are_written():
     tags = re.findall(r"^\| [^|`]+ \| `([^`]+)` \| ", _text("operations.md"), flags=re.MULTILINE)
     assert sorted(tags) == sorted(TAGS.values())
 
 
-def test_the_tags_in_the_text_are_written_too() -> None:
+def test_the_tags_in_the_text_are_written_too():
     rooms = "|".join(sorted({tag.partition("/")[0] for tag in TAGS.values()}))
     named = re.findall(rf"`((?:{rooms})/\w+)`", _text("operations.md"))
     assert set(named) == set(TAGS.values())
 
 
-def test_the_tags_of_an_examined_step_are_those_that_are_written() -> None:
+def test_the_tags_of_an_examined_step_are_those_that_are_written():
     named = re.findall(r"^\| `precision/(\w+)/LAYER` \| ", _text("operations.md"), flags=re.MULTILINE)
     assert named == [field.name for field in dataclasses.fields(LayerPrecision)]
 
 
-def test_every_stage_of_a_step_is_a_file() -> None:
+def test_every_stage_of_a_step_is_a_file():
     table = _text("design.md").partition("### The stages and their files")[2].partition("\n### ")[0]
     cells = re.findall(r"^\| [^|]+ \| ((?:`\w+`(?:, )?)+) \|", table, flags=re.MULTILINE)
     named = [name for cell in cells for name in re.findall(r"`(\w+)`", cell)]
@@ -88,7 +86,7 @@ ROOMS = sorted(path.parent for path in (ROOT / "megamix").glob("*/**/__init__.py
 
 
 @pytest.mark.parametrize("room", ROOMS, ids=lambda room: room.relative_to(ROOT).as_posix())
-def test_a_room_lists_its_files_and_rooms(room: Path) -> None:
+def test_a_room_lists_its_files_and_rooms(room):
     docstring = ast.get_docstring(ast.parse((room / "__init__.py").read_text(encoding="utf-8"))) or ""
     listed = re.findall(r"^(\w+)  +\S", docstring, flags=re.MULTILINE)
     rooms = {path.parent.name for path in room.glob("*/__init__.py")}

@@ -1,11 +1,8 @@
 """A file that a run writes is whole or as it was, and its mode follows the umask."""
 
-from __future__ import annotations
-
 import errno
 import os
 import stat
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,20 +11,20 @@ from megamix.durable import remove_asides, still_names, write_text, written_asid
 
 
 @pytest.fixture
-def target(tmp_path) -> Path:
+def target(tmp_path):
     path = tmp_path / "target"
     path.write_text("precious")
     return path
 
 
 @pytest.fixture(params=[0o022, 0o077])
-def umask(request) -> Iterator[int]:
+def umask(request):
     before = os.umask(request.param)
     yield request.param
     os.umask(before)
 
 
-def test_a_replaced_file_no_longer_leads_to_an_open_one_but_a_link_to_it_does(tmp_path, target) -> None:
+def test_a_replaced_file_no_longer_leads_to_an_open_one_but_a_link_to_it_does(tmp_path, target):
     (tmp_path / "link").symlink_to(target)  # runs/mine/metrics.jsonl on a scratch disk
     with target.open() as file:
         assert still_names(tmp_path / "link", file.fileno())
@@ -37,16 +34,16 @@ def test_a_replaced_file_no_longer_leads_to_an_open_one_but_a_link_to_it_does(tm
         assert not still_names(target, file.fileno())
 
 
-def test_modes_are_by_the_umask(tmp_path, umask: int) -> None:
+def test_modes_are_by_the_umask(tmp_path, umask):
     write_text(tmp_path / "aside", "")
     assert {stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()} == {0o666 & ~umask}
 
 
-def test_what_fails_while_it_is_written_leaves_nothing_and_is_named(tmp_path, monkeypatch) -> None:
+def test_what_fails_while_it_is_written_leaves_nothing_and_is_named(tmp_path, monkeypatch):
     path = tmp_path / "file"
     path.write_text("as it was")
 
-    def fail(descriptor: int) -> None:
+    def fail(descriptor):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(os, "fsync", fail)
@@ -56,7 +53,7 @@ def test_what_fails_while_it_is_written_leaves_nothing_and_is_named(tmp_path, mo
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_what_a_killed_process_left_is_removed_and_nothing_else(tmp_path, target) -> None:
+def test_what_a_killed_process_left_is_removed_and_nothing_else(tmp_path, target):
     with written_aside(tmp_path / "file") as file:
         left = Path(file.name)
         assert left.name.startswith("file.partial-")

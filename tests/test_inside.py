@@ -2,10 +2,7 @@
 number.
 """
 
-from __future__ import annotations
-
 import ast
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -48,14 +45,14 @@ OTHERS = {
 }
 
 
-def _last_name(node: ast.AST) -> str:
+def _last_name(node):
     """`step` of `self.engine.step`, and of a call of it; nothing where an expression has no name."""
     if isinstance(node, ast.Call):
         return _last_name(node.func)
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
 
 
-def _makes_engine(node: ast.AST, makers: set[str]) -> bool:
+def _makes_engine(node, makers):
     """Whether it is a call such as `ShardedEngine(...)` or `make_engine(...)`, or of a maker; `engine(...)` is a
     forward.
     """
@@ -63,7 +60,7 @@ def _makes_engine(node: ast.AST, makers: set[str]) -> bool:
     return isinstance(node, ast.Call) and name != "engine" and (name in makers or name.lower().endswith("engine"))
 
 
-def _pairs(target: ast.expr, value: ast.expr) -> Iterator[tuple[ast.expr, ast.expr]]:
+def _pairs(target, value):
     """The pairs of target and value of an assignment, as far as they are known."""
     if not isinstance(target, ast.Tuple):
         yield target, value
@@ -73,11 +70,11 @@ def _pairs(target: ast.expr, value: ast.expr) -> Iterator[tuple[ast.expr, ast.ex
         yield from ((one, value.elt) for one in target.elts)
 
 
-def _is_engine(annotation: ast.expr | None) -> bool:
+def _is_engine(annotation):
     return annotation is not None and ast.unparse(annotation).strip("'") == "ShardedEngine"
 
 
-def _engines(scope: ast.AST, makers: set[str]) -> set[str]:
+def _engines(scope, makers):
     """Names that hold an engine in a function: by what is assigned, or by how a parameter is annotated."""
     found = set()
     for node in ast.walk(scope):
@@ -89,7 +86,7 @@ def _engines(scope: ast.AST, makers: set[str]) -> set[str]:
     return found
 
 
-def _named_of(node: ast.AST) -> tuple[ast.AST, str] | None:
+def _named_of(node):
     """A value and the attribute of it that is read, written or patched."""
     if isinstance(node, ast.Attribute):
         return node.value, node.attr
@@ -100,7 +97,7 @@ def _named_of(node: ast.AST) -> tuple[ast.AST, str] | None:
     return None
 
 
-def of_the_inside(source: str) -> list[tuple[int, str]]:
+def of_the_inside(source):
     """Line and name of each attribute of an engine that is not of its facade. An engine is what has a name that ends
     with `engine`, what a function of such a name or annotation returns, and what is assigned or annotated so.
     """
@@ -122,14 +119,14 @@ def of_the_inside(source: str) -> list[tuple[int, str]]:
     return sorted(found)
 
 
-def _sources(*rooms: str) -> Iterator[tuple[str, str]]:
+def _sources(*rooms):
     """Path and text of each file."""
     for room in rooms:
         for path in sorted((ROOT / room).rglob("*.py")):
             yield path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")
 
 
-def test_nobody_names_the_inside_of_an_engine() -> None:
+def test_nobody_names_the_inside_of_an_engine():
     found = [
         f"{path}:{line} {name}"
         for path, source in _sources(*ROOMS)
@@ -156,7 +153,7 @@ def test_nobody_names_the_inside_of_an_engine() -> None:
         ("def f(ours: ShardedEngine):\n    return ours.collectives", "collectives"),
     ],
 )
-def test_a_planted_look_inside_is_found(source: str, name: str) -> None:
+def test_a_planted_look_inside_is_found(source, name):
     assert [found for _, found in of_the_inside(source)] == [name]
 
 
@@ -170,7 +167,7 @@ def test_a_planted_look_inside_is_found(source: str, name: str) -> None:
         "def f():\n    loss = engine(x)\n    return loss.item()\ndef g():\n    loss = _engine()\n    loss.step()",
     ],
 )
-def test_what_the_facade_has_is_nobody_s_inside(source: str) -> None:
+def test_what_the_facade_has_is_nobody_s_inside(source):
     assert of_the_inside(source) == []
 
 
@@ -191,7 +188,7 @@ BY_NUMBER = {
 }
 
 
-def _direct(place: ast.expr | None) -> set[str]:
+def _direct(place):
     """Names that are numbers in brackets: `bucket` in `[bucket]`, `[kind, bucket]`, `[bucket - 1]` and `[: bucket]`."""
     if isinstance(place, ast.Name | ast.Attribute):
         return {_last_name(place)}
@@ -204,7 +201,7 @@ def _direct(place: ast.expr | None) -> set[str]:
     return set()
 
 
-def by_number(source: str, numbers: set[str]) -> list[tuple[int, str]]:
+def by_number(source, numbers):
     """Line and text of what goes by a bucket's number: a subscript with such a name; any of what has a name that ends
     with `buckets`, but for a constant place; a parameter that is such a number; a count of buckets.
     """
@@ -224,7 +221,7 @@ def by_number(source: str, numbers: set[str]) -> list[tuple[int, str]]:
     return sorted(found)
 
 
-def test_only_the_layout_and_the_plan_go_by_a_bucket_s_number() -> None:
+def test_only_the_layout_and_the_plan_go_by_a_bucket_s_number():
     found = [
         f"{path}:{line} {text}"
         for path, source in _sources("megamix")
@@ -250,7 +247,7 @@ def test_only_the_layout_and_the_plan_go_by_a_bucket_s_number() -> None:
         "for place, bucket in enumerate(layout.buckets): ...",
     ],
 )
-def test_a_planted_number_is_found(source: str) -> None:
+def test_a_planted_number_is_found(source):
     assert len(by_number(source, NUMBERS | SHORT)) == 1
 
 
@@ -265,5 +262,5 @@ def test_a_planted_number_is_found(source: str) -> None:
         "def free(self, bucket: Bucket): ...",
     ],
 )
-def test_a_bucket_itself_is_no_number(source: str) -> None:
+def test_a_bucket_itself_is_no_number(source):
     assert by_number(source, NUMBERS | SHORT) == []

@@ -2,19 +2,15 @@
 imported (a second one where numpy swallows the first); what the verb started ends with it.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from megamix import cli
 from megamix.cli import VERBS, main
 from megamix.interrupt import starts_deaf
 from megamix.supervise.processes import process_start
@@ -45,13 +41,13 @@ signal.pause()
 
 
 @pytest.fixture(autouse=True)
-def _signals_as_before() -> Iterator[None]:
+def _signals_as_before():
     before = signal.getsignal(signal.SIGINT)
     yield
     signal.signal(signal.SIGINT, before)
 
 
-def _raise_other(arguments: object) -> int:
+def _raise_other(arguments):
     """Be interrupted as an import of an extension is: another exception takes the place of KeyboardInterrupt."""
     try:
         os.kill(os.getpid(), signal.SIGINT)
@@ -61,7 +57,7 @@ def _raise_other(arguments: object) -> int:
 
 
 @pytest.mark.parametrize("verb", [verb for verb in VERBS if verb.name != "train"], ids=lambda verb: verb.name)
-def test_a_verb_says_what_is_left(verb: cli.Verb, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_verb_says_what_is_left(verb, capsys):
     needed = {
         "plan": ["a.toml"], "prepare": ["--output", "a"], "import": ["a", "--output", "b"],
         "export": ["a", "b", "--to", "hf"], "generate": ["a"], "evaluate": ["a"], "plot": ["a"],
@@ -72,8 +68,8 @@ def test_a_verb_says_what_is_left(verb: cli.Verb, capsys: pytest.CaptureFixture[
     assert "the same command" in verb.left
 
 
-def test_an_error_without_an_interruption_is_none() -> None:
-    def fail(*_: object) -> int:
+def test_an_error_without_an_interruption_is_none():
+    def fail(*_):
         raise ImportError("a part is missing")
 
     with pytest.raises(ImportError, match="a part is missing"):
@@ -81,7 +77,7 @@ def test_an_error_without_an_interruption_is_none() -> None:
 
 
 @pytest.mark.parametrize("module", ["torch", "torch.nn", "torch.distributed"])
-def test_an_import_may_be_interrupted(module: str, tmp_path: Path) -> None:
+def test_an_import_may_be_interrupted(module, tmp_path):
     (tmp_path / "config.json").write_text("{}")
     words = ["import", str(tmp_path), "--output", str(tmp_path / "out")]
     ended = subprocess.run([sys.executable, "-c", IMPORTING, module, *words], capture_output=True, text=True, cwd=ROOT)
@@ -91,7 +87,7 @@ def test_an_import_may_be_interrupted(module: str, tmp_path: Path) -> None:
     assert "Traceback" not in ended.stderr
 
 
-def test_the_command_of_an_audit_ends_with_it() -> None:
+def test_the_command_of_an_audit_ends_with_it():
     words = [sys.executable, "-m", "megamix", "audit", "--", sys.executable, "-c", COMMAND]
     ended = subprocess.run(words, capture_output=True, text=True, cwd=ROOT)
     assert ended.returncode == 130
@@ -100,7 +96,7 @@ def test_the_command_of_an_audit_ends_with_it() -> None:
     assert process_start(int(ended.stdout)) == ""
 
 
-def test_a_process_that_starts_deaf_is_not_reached() -> None:
+def test_a_process_that_starts_deaf_is_not_reached():
     asks = "import signal; print(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, []))"
     with starts_deaf():
         inside = subprocess.check_output([sys.executable, "-c", asks])
@@ -108,17 +104,17 @@ def test_a_process_that_starts_deaf_is_not_reached() -> None:
     assert (inside, outside) == (b"True\n", b"False\n")
 
 
-def _interrupted_rank() -> int:
+def _interrupted_rank():
     os.kill(os.getpid(), signal.SIGINT)
     return os.getpid()
 
 
-def test_a_rank_that_is_given_up_at_its_start_ends_in_silence() -> None:
+def test_a_rank_that_is_given_up_at_its_start_ends_in_silence():
     ours, theirs = multiprocessing.Pipe()
     ours.close()
     assert ranks._request(theirs) is None
 
 
-def test_ranks_leave_a_ctrl_c_to_the_process_that_started_them(run_ranks) -> None:
+def test_ranks_leave_a_ctrl_c_to_the_process_that_started_them(run_ranks):
     (rank,) = run_ranks(_interrupted_rank, 1)
     assert rank != os.getpid()

@@ -2,16 +2,12 @@
 Four launchers told by PET_* alone are one job of four ranks, and a second job in their folder ends with 75.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -20,9 +16,9 @@ from megamix.config import config_to_toml
 from megamix.supervise.run_lock import run_lock
 from megamix.supervise.status import EXIT_STATUS, NO_MEMORY, WRONG_INPUT
 from megamix.tools.ranks import DEADLINE_S
+from tests.builders import tiny_job
 from tests.conftest import FULL
 from tests.programs import with_settings
-from tests.train.jobs import tiny_job
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "launch/kubernetes"
@@ -41,11 +37,7 @@ CONTAINER = {
     "resources": {"limits": dict},
     "volumeMounts": [{"name": str, "mountPath": str}],
 }
-VOLUME = {
-    "name": str,
-    "emptyDir": {"medium": "Memory", "sizeLimit": str},
-    "persistentVolumeClaim": {"claimName": str},
-}
+VOLUME = {"name": str, "emptyDir": {"medium": "Memory", "sizeLimit": str}, "persistentVolumeClaim": {"claimName": str}}
 POD = {
     "subdomain": str,
     "restartPolicy": "Never",
@@ -65,7 +57,7 @@ JOB = {
 NODE = {"name": "node", "template": {"metadata": {"labels": dict}, "spec": JOB}}
 TRAINER = {"command": [str], "args": [str], "numNodes": int, "resourcesPerNode": {"limits": dict}}
 KUBEFLOW = "trainer.kubeflow.org/v1alpha1"
-KINDS: dict[str, dict[str, Any]] = {
+KINDS = {
     "Service": {
         "apiVersion": "v1",
         "spec": {"clusterIP": "None", "publishNotReadyAddresses": bool, "selector": {"job-name": str}},
@@ -73,10 +65,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "Job": {"apiVersion": "batch/v1", "spec": JOB},
     "TrainingRuntime": {
         "apiVersion": KUBEFLOW,
-        "spec": {
-            "mlPolicy": {"numNodes": int, "torch": dict},
-            "template": {"spec": {"replicatedJobs": [NODE]}},
-        },
+        "spec": {"mlPolicy": {"numNodes": int, "torch": dict}, "template": {"spec": {"replicatedJobs": [NODE]}}},
     },
     "TrainJob": {
         "apiVersion": KUBEFLOW,
@@ -85,7 +74,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def _problems(value: Any, wanted: Any, where: str) -> Iterator[str]:
+def _problems(value, wanted, where):
     if isinstance(wanted, dict):
         if not isinstance(value, dict):
             yield f"{where}: {value!r} is no object"
@@ -105,16 +94,16 @@ def _problems(value: Any, wanted: Any, where: str) -> Iterator[str]:
         yield f"{where}: {value!r} is no {wanted.__name__}"
 
 
-def _objects(name: str) -> dict[str, Any]:
+def _objects(name):
     return {each["kind"]: each for each in yaml.safe_load_all((FOLDER / name).read_text())}
 
 
 @pytest.fixture
-def objects() -> dict[str, Any]:
+def objects():
     return _objects("job.yaml") | _objects("trainjob.yaml")
 
 
-def test_every_field_exists_and_has_its_type(objects) -> None:
+def test_every_field_exists_and_has_its_type(objects):
     assert objects.keys() == KINDS.keys()
     for kind, each in objects.items():
         wanted = {"kind": kind, "metadata": NAMED, **KINDS[kind]}
@@ -132,11 +121,11 @@ def test_every_field_exists_and_has_its_type(objects) -> None:
         ({"podFailurePolicy": {"rules": [{"action": 1}]}}, "Job.podFailurePolicy.rules[0].action: 1 is no str"),
     ],
 )
-def test_a_wrong_field_is_named(change: dict[str, Any], want: str) -> None:
+def test_a_wrong_field_is_named(change, want):
     assert list(_problems(change, JOB, "Job")) == [want]
 
 
-def test_kubernetes_own_schemas_take_the_files(objects) -> None:
+def test_kubernetes_own_schemas_take_the_files(objects):
     schemas = pytest.importorskip("kubernetes_validate", reason="pip install kubernetes-validate, 72 MB of schemas")
     runtime = objects["TrainingRuntime"]["spec"]["template"]["spec"]["replicatedJobs"][0]["template"]
     inner = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "node"}, "spec": runtime["spec"]}
@@ -144,7 +133,7 @@ def test_kubernetes_own_schemas_take_the_files(objects) -> None:
         schemas.validate(each, "1.36", strict=True)
 
 
-def test_what_must_be_alike_is_alike(objects) -> None:
+def test_what_must_be_alike_is_alike(objects):
     job = objects["Job"]["spec"]
     node = objects["TrainingRuntime"]["spec"]["template"]["spec"]["replicatedJobs"][0]["template"]["spec"]
     pod = job["template"]["spec"]
@@ -173,7 +162,7 @@ def test_what_must_be_alike_is_alike(objects) -> None:
         assert {each["name"] for each in container["volumeMounts"]} == {each["name"] for each in inner["volumes"]}
 
 
-def test_the_image_has_what_the_pods_start(objects) -> None:
+def test_the_image_has_what_the_pods_start(objects):
     text = (FOLDER / "Dockerfile").read_text()
     copied = " ".join(re.findall(r"^COPY (.*) \S+$", text, re.MULTILINE)).split()
     assert all((ROOT / name).exists() for name in copied)
@@ -186,25 +175,19 @@ def test_the_image_has_what_the_pods_start(objects) -> None:
     assert config.partition("/")[0] in copied
 
 
-def _launch(job: Path, **settings: object) -> subprocess.Popen[str]:
+def _launch(job, **settings):
     told = with_settings(MEGAMIX_PYTHON=sys.executable, OMP_NUM_THREADS=1, PET_NPROC_PER_NODE=1, **settings)
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     return subprocess.Popen(["launch/pretrain.sh", str(job)], cwd=ROOT, env=told, text=True, **pipes)
 
 
-def _write_job(folder: Path, data: Path) -> Path:
-    config = tiny_job(
-        folder,
-        tokens=data,
-        data={"valid": None},
-        training={"steps": 3, "eval_interval": 0},
-        metrics={"tensorboard": False},
-    )
+def _write_job(folder, data):
+    config = tiny_job(folder, tokens=data, valid=None, steps=3, eval_interval=0)
     (folder / "job.toml").write_text(config_to_toml(config))
     return folder / "job.toml"
 
 
-def test_a_second_job_on_a_held_folder_ends_with_75(tmp_path: Path, data: Path) -> None:
+def test_a_second_job_on_a_held_folder_ends_with_75(tmp_path, data):
     job = _write_job(tmp_path, data)
     (tmp_path / "run").mkdir()
     with run_lock(tmp_path / "run", print):
@@ -215,7 +198,7 @@ def test_a_second_job_on_a_held_folder_ends_with_75(tmp_path: Path, data: Path) 
 
 
 @pytest.mark.skipif(not FULL, reason="--full: four launchers; that the names are read, tests/test_launch.py proves")
-def test_four_launchers_with_kubeflow_s_names_are_one_job_of_four(tmp_path: Path, data: Path) -> None:
+def test_four_launchers_with_kubeflow_s_names_are_one_job_of_four(tmp_path, data):
     job = _write_job(tmp_path, data)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

@@ -17,18 +17,18 @@ from tests.sandbox import ROOT, Sandbox
 
 
 @pytest.fixture
-def sandbox(tmp_path: Path) -> Sandbox:
+def sandbox(tmp_path):
     return Sandbox(tmp_path)
 
 
-def torchrun(sandbox: Sandbox) -> list[str]:
+def torchrun(sandbox):
     (line,) = [line for line in sandbox.lines() if " ranks " in line]
     return line.split()
 
 
 @pytest.mark.parametrize("script", ["quickstart.sh", "pretrain.sh", "test.sh"])
 @pytest.mark.parametrize("asked", ["--help", "-h"])
-def test_asked_for_help_a_script_prints_its_usage_and_does_nothing(sandbox: Sandbox, script: str, asked: str) -> None:
+def test_asked_for_help_a_script_prints_its_usage_and_does_nothing(sandbox, script, asked):
     done = sandbox.run(script, asked)
     assert done.returncode == 0, done.stderr
     assert f"\n  launch/{script} " in done.stdout
@@ -37,16 +37,9 @@ def test_asked_for_help_a_script_prints_its_usage_and_does_nothing(sandbox: Sand
 
 @pytest.mark.parametrize(
     ("gpus", "variables", "want"),
-    [
-        (0, {}, 1),
-        (4, {}, 4),
-        (4, {"NPROC_PER_NODE": "2"}, 2),
-        (0, {"NPROC_PER_NODE": "3"}, 3),
-    ],
+    [(0, {}, 1), (4, {}, 4), (4, {"NPROC_PER_NODE": "2"}, 2), (0, {"NPROC_PER_NODE": "3"}, 3)],
 )
-def test_pretrain_starts_a_rank_per_gpu_or_as_told(
-    sandbox: Sandbox, gpus: int, variables: dict[str, str], want: int
-) -> None:
+def test_pretrain_starts_a_rank_per_gpu_or_as_told(sandbox, gpus, variables, want):
     sandbox.gpus(gpus)
     config = str(sandbox.repo / "configs" / "quickstart.toml")
     done = sandbox.run(
@@ -75,9 +68,7 @@ def test_pretrain_starts_a_rank_per_gpu_or_as_told(
         ("2", ["training.global_batch_size=8"], ["4 problems", "data.train", "data.valid", "global_batch_size"]),
     ],
 )
-def test_pretrain_tells_all_mistakes_before_it_imports_torch(
-    tmp_path: Path, nproc: str, overrides: list[str], told: list[str]
-) -> None:
+def test_pretrain_tells_all_mistakes_before_it_imports_torch(tmp_path, nproc, overrides, told):
     """Tell of the configuration at once; of files and ranks too, where GPUs need not be counted."""
     job = ["--standalone", "--", str(ROOT / "configs/quickstart.toml"), *overrides]
     code = f"import sys; from megamix.pretrain import main; print(main({job}), 'torch' in sys.modules)"
@@ -88,7 +79,7 @@ def test_pretrain_tells_all_mistakes_before_it_imports_torch(
     assert [part for part in told if part not in done.stderr] == [], done.stderr
 
 
-def test_a_signal_while_files_are_looked_at_ends_pretrain_as_a_run_that_was_asked_to_leave() -> None:
+def test_a_signal_while_files_are_looked_at_ends_pretrain_as_a_run_that_was_asked_to_leave():
     job = ["--standalone", "--", str(ROOT / "configs/quickstart.toml")]
     look = "lambda *_: (os.kill(os.getpid(), signal.SIGTERM), time.sleep(60))"
     code = "import os, signal, time; from megamix import pretrain; from megamix.train import command; "
@@ -99,14 +90,14 @@ def test_a_signal_while_files_are_looked_at_ends_pretrain_as_a_run_that_was_aske
 
 
 @pytest.mark.parametrize("asked", [["--memory", "3GiB"], ["--memory=3GiB"]])
-def test_pretrains_check_takes_what_a_rank_may_hold(sandbox: Sandbox, asked: list[str]) -> None:
+def test_pretrains_check_takes_what_a_rank_may_hold(sandbox, asked):
     config = str(sandbox.repo / "configs" / "quickstart.toml")
     done = sandbox.run("pretrain.sh", "--check", *asked, config, MEGAMIX_PYTHON=str(sandbox.program("p")))
     assert done.returncode == 0, done.stderr
     assert sandbox.lines("asked") == [f"{config} True {3 * 2**30}"]
 
 
-def test_pretrain_leaves_the_users_threads_and_malloc_alone(sandbox: Sandbox) -> None:
+def test_pretrain_leaves_the_users_threads_and_malloc_alone(sandbox):
     variables = {"OMP_NUM_THREADS": "7", "MALLOC_TRIM_THRESHOLD_": "9"}
     config = str(sandbox.repo / "configs" / "quickstart.toml")
     sandbox.run("pretrain.sh", config, MEGAMIX_PYTHON=str(sandbox.program("p")), **variables)
@@ -118,15 +109,9 @@ NODES = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "node0"}
 
 @pytest.mark.parametrize(
     ("variables", "settings"),
-    [
-        ({}, ""),
-        ({"NPROC_PER_NODE": "2"}, "NPROC_PER_NODE=2 "),
-        (NODES, "NNODES=2 NODE_RANK=1 MASTER_ADDR=node0 "),
-    ],
+    [({}, ""), ({"NPROC_PER_NODE": "2"}, "NPROC_PER_NODE=2 "), (NODES, "NNODES=2 NODE_RANK=1 MASTER_ADDR=node0 ")],
 )
-def test_the_command_that_goes_on_starts_as_many_ranks(
-    sandbox: Sandbox, variables: dict[str, str], settings: str
-) -> None:
+def test_the_command_that_goes_on_starts_as_many_ranks(sandbox, variables, settings):
     (sandbox.base / "interrupted").touch()
     config = str(sandbox.repo / "configs" / "quickstart.toml")
     done = sandbox.run("pretrain.sh", config, MEGAMIX_PYTHON=str(sandbox.program("p")), **variables)
@@ -134,7 +119,7 @@ def test_the_command_that_goes_on_starts_as_many_ranks(
 
 
 @pytest.mark.parametrize(("variables", "port"), [({}, 29500), ({"MASTER_PORT": "4711"}, 4711)])
-def test_pretrain_on_many_nodes_meets_at_the_first(sandbox: Sandbox, variables: dict[str, str], port: int) -> None:
+def test_pretrain_on_many_nodes_meets_at_the_first(sandbox, variables, port):
     python = str(sandbox.program("p"))
     config = str(sandbox.repo / "configs" / "quickstart.toml")
     done = sandbox.run("pretrain.sh", config, MEGAMIX_PYTHON=python, **NODES, **variables)
@@ -146,7 +131,7 @@ def test_pretrain_on_many_nodes_meets_at_the_first(sandbox: Sandbox, variables: 
     ]
 
 
-def test_pretrain_reads_the_names_that_kubeflow_sets_where_the_plain_ones_are_not(sandbox: Sandbox) -> None:
+def test_pretrain_reads_the_names_that_kubeflow_sets_where_the_plain_ones_are_not(sandbox):
     theirs = {f"PET_{name}": value for name, value in NODES.items()}
     theirs |= {"PET_MASTER_PORT": "4711", "PET_NPROC_PER_NODE": "auto", "NODE_RANK": "0"}
     theirs |= {"PET_RDZV_BACKEND": "c10d", "PET_MAX_RESTARTS": "3"}  # torchrun would take them by itself
@@ -163,9 +148,7 @@ def test_pretrain_reads_the_names_that_kubeflow_sets_where_the_plain_ones_are_no
 
 
 @pytest.mark.parametrize("name", ["TERM", "USR1"])
-def test_a_signal_while_the_script_still_looks_ends_it_as_a_run_that_was_asked_to_leave(
-    sandbox: Sandbox, name: str
-) -> None:
+def test_a_signal_while_the_script_still_looks_ends_it_as_a_run_that_was_asked_to_leave(sandbox, name):
     python = sandbox.program(
         "p", f"#!/bin/bash\nread -r _ _ _ script _ </proc/$PPID/stat\nkill -{name} $script $PPID $$\n"
     )
@@ -176,7 +159,7 @@ def test_a_signal_while_the_script_still_looks_ends_it_as_a_run_that_was_asked_t
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_while_pretrain_loads_its_modules_ends_it_so_too(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_signal_while_pretrain_loads_its_modules_ends_it_so_too(tmp_path, number):
     (tmp_path / "pydantic.py").write_text(f"import os\nos.kill(os.getpid(), {int(number)})\n")
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
     command = [sys.executable, "-m", "megamix.pretrain", "--standalone", "--", str(ROOT / "configs/base.toml")]
@@ -188,11 +171,7 @@ def test_a_signal_while_pretrain_loads_its_modules_ends_it_so_too(tmp_path: Path
     ("arguments", "variables", "want"),
     [
         ([], {}, "CONFIG is missing"),
-        (
-            ["{config}"],
-            {"SLURM_STEP_NUM_TASKS": "4"},
-            "SLURM_STEP_NUM_TASKS: is 4, so many times was this",
-        ),
+        (["{config}"], {"SLURM_STEP_NUM_TASKS": "4"}, "SLURM_STEP_NUM_TASKS: is 4, so many times was this"),
         (["{config}"], {"OMPI_COMM_WORLD_SIZE": "2"}, "srun or mpirun python -m megamix train"),
         (["{config}"], {"PET_NNODES": "2:4"}, "NNODES: got 2:4, must be 1 or more"),
         (["{config}"], {"NNODES": "2", "MASTER_ADDR": "a"}, "NODE_RANK: missing with NNODES=2; number the machines"),
@@ -209,9 +188,7 @@ def test_a_signal_while_pretrain_loads_its_modules_ends_it_so_too(tmp_path: Path
         (["{config}", "--memory", "3GiB"], {}, "--memory=3GiB: is read with --check; write --check --memory=3GiB"),
     ],
 )
-def test_pretrain_refuses_before_any_rank_starts(
-    sandbox: Sandbox, arguments: list[str], variables: dict[str, str], want: str
-) -> None:
+def test_pretrain_refuses_before_any_rank_starts(sandbox, arguments, variables, want):
     filled = [text.format(config=sandbox.repo / "configs" / "quickstart.toml") for text in arguments]
     done = sandbox.run("pretrain.sh", *filled, MEGAMIX_PYTHON=str(sandbox.program("p")), **variables)
     assert done.returncode == 2
@@ -219,7 +196,7 @@ def test_pretrain_refuses_before_any_rank_starts(
     assert sandbox.lines() == []
 
 
-def test_pretrain_runs_no_code_that_another_user_may_have_compiled(sandbox: Sandbox) -> None:
+def test_pretrain_runs_no_code_that_another_user_may_have_compiled(sandbox):
     cache = sandbox.base / "cache"
     cache.mkdir()
     if os.geteuid() == 0:
@@ -234,7 +211,7 @@ def test_pretrain_runs_no_code_that_another_user_may_have_compiled(sandbox: Sand
     assert sandbox.lines() == []
 
 
-def test_ctrl_c_while_a_rank_loads_its_modules_leaves_no_traceback(tmp_path: Path) -> None:
+def test_ctrl_c_while_a_rank_loads_its_modules_leaves_no_traceback(tmp_path):
     interrupts = "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n"
     (tmp_path / "pydantic.py").write_text(interrupts)
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
@@ -243,7 +220,7 @@ def test_ctrl_c_while_a_rank_loads_its_modules_leaves_no_traceback(tmp_path: Pat
     assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
 
 
-def test_pretrain_without_an_install_says_what_to_run(sandbox: Sandbox) -> None:
+def test_pretrain_without_an_install_says_what_to_run(sandbox):
     done = sandbox.run("pretrain.sh", "x.toml")
     assert done.returncode == 2
     assert "run ./launch/install.sh first" in done.stderr
@@ -258,9 +235,7 @@ def test_pretrain_without_an_install_says_what_to_run(sandbox: Sandbox) -> None:
         (0, {"NPROC_PER_NODE": "3"}, 3, ["training.global_batch_size=24"]),
     ],
 )
-def test_quickstart_prepares_and_trains_on_what_is_there(
-    sandbox: Sandbox, gpus: int, variables: dict[str, str], ranks: int, override: list[str]
-) -> None:
+def test_quickstart_prepares_and_trains_on_what_is_there(sandbox, gpus, variables, ranks, override):
     sandbox.gpus(gpus)
     sandbox.program("python3")
     done = sandbox.run("quickstart.sh", "optimizer.lr=1e-3", **variables)
@@ -275,7 +250,7 @@ def test_quickstart_prepares_and_trains_on_what_is_there(
     ]
 
 
-def test_quickstart_ends_with_what_was_reached_the_pictures_and_the_next_commands(sandbox: Sandbox) -> None:
+def test_quickstart_ends_with_what_was_reached_the_pictures_and_the_next_commands(sandbox):
     sandbox.program("python3")
     other = sandbox.repo / "runs/other"
     other.mkdir(parents=True)
@@ -290,7 +265,7 @@ def test_quickstart_ends_with_what_was_reached_the_pictures_and_the_next_command
     assert sandbox.lines()[-1] == "python -m megamix report runs/other"
 
 
-def test_quickstart_that_was_interrupted_says_last_that_it_starts_anew(sandbox: Sandbox) -> None:
+def test_quickstart_that_was_interrupted_says_last_that_it_starts_anew(sandbox):
     sandbox.program("python3")
     (sandbox.base / "interrupted").touch()
     done = sandbox.run("quickstart.sh")
@@ -301,7 +276,7 @@ def test_quickstart_that_was_interrupted_says_last_that_it_starts_anew(sandbox: 
     assert last == "interrupted; ./launch/quickstart.sh would start anew"
 
 
-def test_quickstart_says_when_torch_cannot_use_a_gpu_that_is_there(sandbox: Sandbox) -> None:
+def test_quickstart_says_when_torch_cannot_use_a_gpu_that_is_there(sandbox):
     sandbox.program("python3")
     sandbox.program("nvidia-smi", "#!/bin/bash\necho 'GPU 0: Big (UUID: 1)'\necho 'GPU 1: Big (UUID: 2)'\n")
     want = "nvidia-smi shows 2 GPU(s), but torch 9.9+fake cannot use any"
@@ -313,7 +288,7 @@ def test_quickstart_says_when_torch_cannot_use_a_gpu_that_is_there(sandbox: Sand
     assert "nvidia-smi" not in sandbox.run("quickstart.sh").stderr
 
 
-def test_quickstart_moves_an_earlier_run_aside(sandbox: Sandbox) -> None:
+def test_quickstart_moves_an_earlier_run_aside(sandbox):
     sandbox.program("python3")
     runs = sandbox.repo / "runs"
     for number in range(3):
@@ -325,9 +300,7 @@ def test_quickstart_moves_an_earlier_run_aside(sandbox: Sandbox) -> None:
 
 
 @pytest.mark.parametrize(("override", "status"), [("checkpoint.folder=runs/other", 0), ("optimizer.lr=-1", 2)])
-def test_quickstart_leaves_an_earlier_run_where_it_is_unless_it_is_in_the_way(
-    sandbox: Sandbox, override: str, status: int
-) -> None:
+def test_quickstart_leaves_an_earlier_run_where_it_is_unless_it_is_in_the_way(sandbox, override, status):
     sandbox.program("python3")
     earlier = sandbox.repo / "runs" / "quickstart"
     earlier.mkdir(parents=True)
@@ -336,7 +309,7 @@ def test_quickstart_leaves_an_earlier_run_where_it_is_unless_it_is_in_the_way(
 
 
 @pytest.mark.parametrize("counts", [False, True])
-def test_checks_run_in_order_and_judge_coverage_if_asked(sandbox: Sandbox, counts: bool) -> None:
+def test_checks_run_in_order_and_judge_coverage_if_asked(sandbox, counts):
     sandbox.program("python3")
     done = sandbox.run("test.sh", "--full", *(["--coverage"] if counts else []))
     assert done.returncode == 0, done.stderr
@@ -358,7 +331,7 @@ def test_checks_run_in_order_and_judge_coverage_if_asked(sandbox: Sandbox, count
 
 
 @pytest.mark.parametrize("fails", ["ruff", "mypy", "pytest", "coverage"])
-def test_whichever_check_fails_fails_the_run_and_says_why(sandbox: Sandbox, fails: str) -> None:
+def test_whichever_check_fails_fails_the_run_and_says_why(sandbox, fails):
     (sandbox.base / f"{fails}-fails").touch()
     counts = [] if fails == "pytest" else ["--coverage"]
     done = sandbox.run("test.sh", *counts, MEGAMIX_PYTHON=str(sandbox.program("chosen")))
@@ -367,7 +340,7 @@ def test_whichever_check_fails_fails_the_run_and_says_why(sandbox: Sandbox, fail
     assert ("chosen -m coverage report --fail-under=95" in sandbox.lines()) == (fails == "mypy")  # told behind them
 
 
-def test_chosen_tests_are_passed_on_and_coverage_is_not_judged(sandbox: Sandbox) -> None:
+def test_chosen_tests_are_passed_on_and_coverage_is_not_judged(sandbox):
     sandbox.program("python3")
     sandbox.run("test.sh", "--coverage", "-k", "two words")
     lines = [line for line in sandbox.lines() if line != "python -m mypy"]  # at its own pace
@@ -376,7 +349,7 @@ def test_chosen_tests_are_passed_on_and_coverage_is_not_judged(sandbox: Sandbox)
     assert set(sandbox.lines("full")) == {"FULL="}
 
 
-def test_megamix_python_without_tools_says_what_is_left_out(sandbox: Sandbox) -> None:
+def test_megamix_python_without_tools_says_what_is_left_out(sandbox):
     sandbox.hide("ruff", "mypy", "xdist", "coverage")
     chosen = sandbox.program("chosen")
     done = sandbox.run("test.sh", "--coverage", MEGAMIX_PYTHON=str(chosen))
@@ -386,7 +359,7 @@ def test_megamix_python_without_tools_says_what_is_left_out(sandbox: Sandbox) ->
         assert f"{name} is left out: {chosen} has none" in done.stderr
 
 
-def test_ci_runs_the_test_script_and_nothing_else() -> None:
+def test_ci_runs_the_test_script_and_nothing_else():
     run = ROOT / ".ci" / "run"
     commands = [line for line in run.read_text().splitlines() if line and not line.startswith("#")]
     assert commands[-1].startswith("exec ")

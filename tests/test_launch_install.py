@@ -13,11 +13,11 @@ from tests.sandbox import ROOT, Sandbox
 
 
 @pytest.fixture
-def sandbox(tmp_path: Path) -> Sandbox:
+def sandbox(tmp_path):
     return Sandbox(tmp_path)
 
 
-def test_first_new_enough_python_is_taken(sandbox: Sandbox) -> None:
+def test_first_new_enough_python_is_taken(sandbox):
     sandbox.program("python3", "#!/bin/bash\nexit 1\n")  # too old, as far as the check can see
     sandbox.program("python3.12")
     done = sandbox.run("test.sh", "--install-only")
@@ -25,7 +25,7 @@ def test_first_new_enough_python_is_taken(sandbox: Sandbox) -> None:
     assert sandbox.lines()[0] == "python3.12 -m venv"
 
 
-def test_no_python_is_a_message(sandbox: Sandbox) -> None:
+def test_no_python_is_a_message(sandbox):
     done = sandbox.run("quickstart.sh")
     assert done.returncode == 2
     assert "no Python >= 3.11 with the venv module on PATH" in done.stderr
@@ -33,7 +33,7 @@ def test_no_python_is_a_message(sandbox: Sandbox) -> None:
     assert not (sandbox.repo / ".venv").exists()
 
 
-def test_torch_is_installed_first_at_its_pin_then_the_extras_and_triton_apart(sandbox: Sandbox) -> None:
+def test_torch_is_installed_first_at_its_pin_then_the_extras_and_triton_apart(sandbox):
     sandbox.program("python3")
     done = sandbox.run("test.sh", "--install-only")
     _, torch, extras, triton = sandbox.lines()
@@ -44,7 +44,7 @@ def test_torch_is_installed_first_at_its_pin_then_the_extras_and_triton_apart(sa
     assert "installed in " in done.stderr
 
 
-def test_the_oldest_torch_gets_an_environment_and_a_python_of_its_own(sandbox: Sandbox) -> None:
+def test_the_oldest_torch_gets_an_environment_and_a_python_of_its_own(sandbox):
     sandbox.program("python3")
     done = sandbox.run("test.sh", "--oldest")
     assert done.returncode == 2
@@ -69,7 +69,7 @@ def test_the_oldest_torch_gets_an_environment_and_a_python_of_its_own(sandbox: S
     assert [name for name in handful if not (ROOT / name).exists()] == []
 
 
-def test_an_install_that_takes_long_says_every_four_seconds_that_it_is_at_work(sandbox: Sandbox) -> None:
+def test_an_install_that_takes_long_says_every_four_seconds_that_it_is_at_work(sandbox):
     """Seconds pass at once here: the stand-in for sleep takes none, and pip waits for 22 of them."""
     python = sandbox.program("python3")
     (sandbox.bin / "sleep").unlink()
@@ -83,7 +83,7 @@ def test_an_install_that_takes_long_says_every_four_seconds_that_it_is_at_work(s
     assert re.findall(r"^installing torch==\S+: (\d+) s$", done.stderr, flags=re.MULTILINE)[:3] == ["4", "8", "12"]
 
 
-def test_second_call_installs_nothing_until_a_pin_changes(sandbox: Sandbox) -> None:
+def test_second_call_installs_nothing_until_a_pin_changes(sandbox):
     sandbox.program("python3")
     sandbox.run("test.sh", "--install-only")
     sandbox.lines()
@@ -95,7 +95,7 @@ def test_second_call_installs_nothing_until_a_pin_changes(sandbox: Sandbox) -> N
     assert [line.split()[0] for line in sandbox.lines()] == ["pip", "pip", "pip"]
 
 
-def test_quickstart_reuses_what_the_tests_installed_but_not_the_reverse(sandbox: Sandbox) -> None:
+def test_quickstart_reuses_what_the_tests_installed_but_not_the_reverse(sandbox):
     sandbox.program("python3")
     sandbox.run("quickstart.sh")
     assert any(line.endswith("-e .[all]") for line in sandbox.lines())
@@ -105,7 +105,7 @@ def test_quickstart_reuses_what_the_tests_installed_but_not_the_reverse(sandbox:
     assert not any(line.startswith("pip") for line in sandbox.lines())
 
 
-def test_a_user_installs_without_what_only_tests_need_and_an_extra_by_its_name(sandbox: Sandbox) -> None:
+def test_a_user_installs_without_what_only_tests_need_and_an_extra_by_its_name(sandbox):
     sandbox.program("python3")
     done = sandbox.run("install.sh", "transformers", "wandb")
     assert done.returncode == 0, done.stderr
@@ -122,7 +122,7 @@ def test_a_user_installs_without_what_only_tests_need_and_an_extra_by_its_name(s
     assert "wandb: nothing is installed for MEGAMIX_PYTHON" in done.stderr
 
 
-def test_killed_install_is_made_anew(sandbox: Sandbox) -> None:
+def test_killed_install_is_made_anew(sandbox):
     sandbox.program("python3")
     (sandbox.base / "killed-install").touch()
     assert sandbox.run("test.sh", "--install-only").returncode != 0
@@ -138,7 +138,7 @@ def test_killed_install_is_made_anew(sandbox: Sandbox) -> None:
     assert sandbox.lines() == []
 
 
-def test_environment_that_broke_is_made_anew(sandbox: Sandbox) -> None:
+def test_environment_that_broke_is_made_anew(sandbox):
     sandbox.program("python3")
     sandbox.run("test.sh", "--install-only")
     (sandbox.repo / ".venv" / "bin" / "python").unlink()
@@ -148,7 +148,7 @@ def test_environment_that_broke_is_made_anew(sandbox: Sandbox) -> None:
     assert [line.split()[0] for line in sandbox.lines()] == ["python3", "pip", "pip", "pip"]
 
 
-def test_environment_of_someone_else_is_used_or_refused_but_not_deleted(sandbox: Sandbox) -> None:
+def test_environment_of_someone_else_is_used_or_refused_but_not_deleted(sandbox):
     python = sandbox.program("python3")
     mine = sandbox.repo / ".venv" / "bin"
     mine.mkdir(parents=True)
@@ -163,7 +163,7 @@ def test_environment_of_someone_else_is_used_or_refused_but_not_deleted(sandbox:
     assert [line.split()[0] for line in sandbox.lines()] == ["pip", "pip", "pip"]
 
 
-def test_megamix_python_is_used_as_it_is(sandbox: Sandbox) -> None:
+def test_megamix_python_is_used_as_it_is(sandbox):
     sandbox.program("python3")
     chosen = sandbox.program("chosen")
     done = sandbox.run("quickstart.sh", MEGAMIX_PYTHON=str(chosen))
@@ -174,7 +174,7 @@ def test_megamix_python_is_used_as_it_is(sandbox: Sandbox) -> None:
     assert not (sandbox.repo / ".venv").exists()
 
 
-def test_megamix_python_may_be_relative_or_a_name(sandbox: Sandbox) -> None:
+def test_megamix_python_may_be_relative_or_a_name(sandbox):
     sandbox.program("chosen")
     for name in ("bin/chosen", "chosen"):
         done = sandbox.run("quickstart.sh", MEGAMIX_PYTHON=name)
@@ -192,7 +192,7 @@ def test_megamix_python_may_be_relative_or_a_name(sandbox: Sandbox) -> None:
         ("broken", "it cannot import: torch; install that there"),
     ],
 )
-def test_megamix_python_that_cannot_work_is_a_message(sandbox: Sandbox, script: str, name: str, want: str) -> None:
+def test_megamix_python_that_cannot_work_is_a_message(sandbox, script, name, want):
     for program in ("old", "poor", "broken"):
         sandbox.program(program)
     sandbox.program("silent", "#!/bin/bash\n")  # ends with 0 whatever it is asked, as /bin/true
@@ -209,7 +209,7 @@ def test_megamix_python_that_cannot_work_is_a_message(sandbox: Sandbox, script: 
     assert sandbox.lines() == []
 
 
-def test_a_script_beside_the_clone_imports_the_package_and_not_the_clone_s_folder(tmp_path: Path) -> None:
+def test_a_script_beside_the_clone_imports_the_package_and_not_the_clone_s_folder(tmp_path):
     """By the hook that pip calls for an editable install; -S and -I leave out this environment's own."""
     clone = tmp_path / "megamix"
     (clone / "megamix").mkdir(parents=True)

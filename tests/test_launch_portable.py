@@ -2,8 +2,6 @@
 write instead.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import NamedTuple
@@ -55,28 +53,28 @@ LACKING = [
 ]  # fmt: skip
 
 
-def _lines(script: Path) -> list[str]:
+def _lines(script):
     """Return a script's lines without comments, numbered."""
     lines = re.sub(r"(^|\s)#.*", r"\1", script.read_text(), flags=re.MULTILINE).splitlines()
     return [f"{script.name}:{number}: {line}" for number, line in enumerate(lines, 1)]
 
 
-def _lacking(line: str) -> list[str]:
+def _lacking(line):
     code = line.partition(": ")[2]
     return [f"{line}; write: {one.instead}" for one in LACKING if re.search(one.pattern, code.strip())]
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
-def test_a_script_keeps_to_what_macos_has(script: Path) -> None:
+def test_a_script_keeps_to_what_macos_has(script):
     assert [told for line in _lines(script) for told in _lacking(line)] == []
 
 
 @pytest.mark.parametrize("one", LACKING, ids=lambda one: one.example)
-def test_each_row_of_the_table_finds_its_example(one: Lacking) -> None:
+def test_each_row_of_the_table_finds_its_example(one):
     assert f"x.sh:1: {one.example}; write: {one.instead}" in _lacking(f"x.sh:1: {one.example}")
 
 
-def _bare_arrays(script: Path) -> list[str]:
+def _bare_arrays(script):
     """Return the lines that expand an array that may be empty: before bash 4.4 `set -u` takes it for unset."""
     told = _lines(script)
     may_be_empty = {name for line in told for name in re.findall(r"\b(\w+)=\(\)", line)}
@@ -85,10 +83,10 @@ def _bare_arrays(script: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("script", [*SCRIPTS, LAUNCH / "slurm.sbatch"], ids=lambda script: script.name)
-def test_an_array_that_may_be_empty_is_expanded_so_that_bash_3_2_bears_it(script: Path) -> None:
+def test_an_array_that_may_be_empty_is_expanded_so_that_bash_3_2_bears_it(script):
     assert _bare_arrays(script) == []
 
 
-def test_a_bare_empty_array_is_found(tmp_path: Path) -> None:
+def test_a_bare_empty_array_is_found(tmp_path):
     (tmp_path / "x.sh").write_text('a=()\nb=(1)\nls "${a[@]}" "${b[@]}"\nls ${a[@]+"${a[@]}"} "${a[*]-}" "${#a[@]}"\n')
     assert _bare_arrays(tmp_path / "x.sh") == ['x.sh:3: ls "${a[@]}" "${b[@]}"']

@@ -2,7 +2,6 @@
 
 import ast
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -61,7 +60,7 @@ LAYER = {
 STRANGERS = {("model", "mixed_precision"), ("config", "comm")}
 
 
-def room_of(name: str) -> str:
+def room_of(name):
     """The room of a dotted name behind `megamix.`; "" is the facade's."""
     parts = name.split(".")
     if "command" in parts:
@@ -71,12 +70,12 @@ def room_of(name: str) -> str:
     return parts[0] or "__init__"
 
 
-def module_of(path: Path, package: Path) -> str:
+def module_of(path, package):
     """The module's name behind `megamix.`; "" for the facade."""
     return ".".join(path.relative_to(package).with_suffix("").parts).removesuffix("__init__").removesuffix(".")
 
 
-def imported_names(path: Path, package: Path) -> Iterator[tuple[int, str]]:
+def imported_names(path, package):
     """Line and name behind `megamix.` of every import in a file: a module's, with the name that is taken from it."""
     folder = ["megamix", *path.relative_to(package).parts[:-1]]
     for node in ast.walk(ast.parse(path.read_text())):
@@ -94,7 +93,7 @@ def imported_names(path: Path, package: Path) -> Iterator[tuple[int, str]]:
                 yield node.lineno, rest
 
 
-def violations(package: Path) -> list[str]:
+def violations(package):
     found = []
     for path in sorted(package.rglob("*.py")):
         here = room_of(module_of(path, package))
@@ -108,21 +107,21 @@ def violations(package: Path) -> list[str]:
     return sorted(set(found))
 
 
-def module_imports(package: Path) -> dict[str, set[str]]:
+def module_imports(package):
     """The modules that each module imports, anywhere in its text."""
     paths = {module_of(path, package): path for path in package.rglob("*.py")}
-    imports: dict[str, set[str]] = {}
+    imports = {}
     for module, path in paths.items():
         names = {name for _, name in imported_names(path, package)}
         imports[module] = {name if name in paths else name.rpartition(".")[0] for name in names} & {*paths}
     return imports
 
 
-def circle(imports: dict[str, set[str]]) -> list[str]:
+def circle(imports):
     """Modules of which each imports the next, and the last one the first; empty if there are none."""
-    done: set[str] = set()
+    done = set()
 
-    def walk(module: str, above: list[str]) -> list[str]:
+    def walk(module, above):
         if module in above:
             return above[above.index(module) :]
         found = next((it for there in sorted(imports[module] - done) if (it := walk(there, [*above, module]))), [])
@@ -132,11 +131,11 @@ def circle(imports: dict[str, set[str]]) -> list[str]:
     return next((found for module in sorted(imports) if (found := walk(module, []))), [])
 
 
-def test_imports_go_from_a_higher_layer_to_a_lower_one() -> None:
+def test_imports_go_from_a_higher_layer_to_a_lower_one():
     assert violations(PACKAGE) == []
 
 
-def test_no_modules_import_each_other_in_a_circle() -> None:
+def test_no_modules_import_each_other_in_a_circle():
     assert circle(module_imports(PACKAGE)) == []
 
 
@@ -147,11 +146,11 @@ PICKLING_CALLS = {"torch.load", "torch.save"}
 PICKLING_OPTIONS = {"allow_pickle", "pickle_module"}
 
 
-def unpickling(package: Path) -> list[str]:
+def unpickling(package):
     found = []
     for path in sorted(package.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
-            names: set[str] = set()
+            names = set()
             if isinstance(node, ast.Import):
                 names = {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom):
@@ -168,7 +167,7 @@ def unpickling(package: Path) -> list[str]:
     return found
 
 
-def test_nothing_unpickles_what_a_file_or_a_peer_says() -> None:
+def test_nothing_unpickles_what_a_file_or_a_peer_says():
     # Between a program and the ranks that it has started, over their own pipe, as multiprocessing itself does. The
     # other one only writes a pickle, which torch's analyser reads.
     assert {*(place.partition(":")[0] for place in unpickling(PACKAGE))} == {"supervise/hang.py", "tools/ranks.py"}
@@ -187,16 +186,16 @@ def test_nothing_unpickles_what_a_file_or_a_peer_says() -> None:
         "from torch.distributed import broadcast_object_list",
     ],
 )
-def test_planted_pickle_is_found(tmp_path: Path, line: str) -> None:
+def test_planted_pickle_is_found(tmp_path, line):
     (tmp_path / "a.py").write_text(f"import torch\n{line}\n")
     assert {place.partition(" ")[0] for place in unpickling(tmp_path)} == {"a.py:2"}
 
 
-def test_every_room_has_a_layer() -> None:
+def test_every_room_has_a_layer():
     assert {room_of(module_of(path, PACKAGE)) for path in PACKAGE.rglob("*.py")} == set(LAYER)
 
 
-def test_the_design_page_draws_the_rooms_as_they_are() -> None:
+def test_the_design_page_draws_the_rooms_as_they_are():
     page = (PACKAGE.parent / "docs/design.md").read_text()
     rows = re.findall(r"^\| (\d+) \| `megamix/([\w/]+)(?:\.py|/)` \|", page, flags=re.MULTILINE)
     assert {room.replace("/", "."): int(layer) for layer, room in rows} == {
@@ -230,7 +229,7 @@ def test_the_design_page_draws_the_rooms_as_they_are() -> None:
         ("train/command.py", "from megamix.tools.plan.command import x", "command imports command"),
     ],
 )
-def test_planted_violation_is_found(tmp_path: Path, file: str, line: str, want: str) -> None:
+def test_planted_violation_is_found(tmp_path, file, line, want):
     path = tmp_path / file
     path.parent.mkdir(parents=True)
     path.write_text(f"import torch\n{line}\n")
@@ -253,7 +252,7 @@ def test_planted_violation_is_found(tmp_path: Path, file: str, line: str, want: 
         ("comm/a.py", "from megamixer import data"),
     ],
 )
-def test_allowed_import_passes(tmp_path: Path, file: str, line: str) -> None:
+def test_allowed_import_passes(tmp_path, file, line):
     path = tmp_path / file
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"{line}\n")
@@ -263,7 +262,7 @@ def test_allowed_import_passes(tmp_path: Path, file: str, line: str) -> None:
 @pytest.mark.parametrize(
     "line", ["import megamix.data.b", "from megamix.data import b", "from . import b", "def f():\n    from .b import x"]
 )
-def test_planted_circle_is_found(tmp_path: Path, line: str) -> None:
+def test_planted_circle_is_found(tmp_path, line):
     (tmp_path / "data").mkdir()
     (tmp_path / "data/a.py").write_text(f"{line}\n")
     (tmp_path / "data/b.py").write_text("from megamix.data.c import x, y\n")
@@ -273,7 +272,7 @@ def test_planted_circle_is_found(tmp_path: Path, line: str) -> None:
     assert circle(module_imports(tmp_path)) == ["data.a", "data.b", "data.c"]
 
 
-def test_config_and_cli_load_no_torch_and_no_numpy_and_settings_no_pydantic_either() -> None:
+def test_config_and_cli_load_no_torch_and_no_numpy_and_settings_no_pydantic_either():
     light = [*(PACKAGE / "config").glob("*.py"), *(PACKAGE / name for name in ("cli.py", "__main__.py"))]
     settings = [*(PACKAGE / "settings").glob("*.py")]
     for path in [*light, *settings, *PACKAGE.rglob("command.py")]:
@@ -285,7 +284,7 @@ def test_config_and_cli_load_no_torch_and_no_numpy_and_settings_no_pydantic_eith
             assert {name.partition(".")[0] for name in names} & heavy == set(), path
 
 
-def later_stages(stages: list[str], folder: Path) -> list[str]:
+def later_stages(stages, folder):
     """Which file of the step imports one that stands below it in the list."""
     found = []
     for number, stage in enumerate(stages):
@@ -301,17 +300,17 @@ def later_stages(stages: list[str], folder: Path) -> list[str]:
     return sorted(set(found))
 
 
-def listed_stages() -> list[str]:
+def listed_stages():
     listed = ast.get_docstring(ast.parse((PACKAGE / "mixed_precision/__init__.py").read_text())) or ""
     return re.findall(r"^(\w+)  ", listed, flags=re.MULTILINE)
 
 
-def test_a_stage_imports_no_later_one() -> None:
+def test_a_stage_imports_no_later_one():
     assert len(listed_stages()) >= 15
     assert later_stages(listed_stages(), PACKAGE / "mixed_precision") == []
 
 
-def test_what_a_step_tells_imports_no_stage() -> None:
+def test_what_a_step_tells_imports_no_stage():
     names = [name for _, name in imported_names(PACKAGE / "mixed_precision/step.py", PACKAGE)]
     assert all(name.startswith("beside.") for name in names)
 
@@ -324,7 +323,7 @@ def test_what_a_step_tells_imports_no_stage() -> None:
         "def f():\n    import megamix.mixed_precision.b",
     ],
 )
-def test_planted_import_of_a_later_stage_is_found(tmp_path: Path, line: str) -> None:
+def test_planted_import_of_a_later_stage_is_found(tmp_path, line):
     (tmp_path / "a.py").write_text(f"{line}\n")
     (tmp_path / "b.py").write_text("from megamix.mixed_precision.a import y\n")
     assert later_stages(["a", "b"], tmp_path) == ["a imports b"]

@@ -2,15 +2,12 @@
 of the page and every program of docs/examples runs and learns; a checkpoint goes from two ranks to one.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import re
 import runpy
 from collections import Counter
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -25,7 +22,7 @@ PAGE = (ROOT / "docs/library.md").read_text(encoding="utf-8")
 SECTIONS = {"from_ddp": "From DistributedDataParallel", "from_fsdp2": "From FSDP2"}
 
 
-def _printed(program: Path, folder: Path) -> str:
+def _printed(program, folder):
     """Output of a program that is started in `folder`, on ranks if any are given."""
     world = {"init_process_group": lambda: None, "destroy_process_group": lambda: None}
     with (
@@ -36,13 +33,13 @@ def _printed(program: Path, folder: Path) -> str:
     return printed.getvalue()
 
 
-def _losses(printed: str) -> list[float]:
+def _losses(printed):
     return [float(loss) for loss in re.findall(r"loss ([\d.]+)", printed)]
 
 
 @pytest.mark.uncounted
 @pytest.mark.parametrize("folder", SECTIONS)
-def test_a_script_prints_the_same_losses_before_and_after(folder: str, run_ranks, tmp_path: Path) -> None:
+def test_a_script_prints_the_same_losses_before_and_after(folder, run_ranks, tmp_path):
     before, after = (run_ranks(_printed, 2, EXAMPLES / folder / f"{name}.py", tmp_path) for name in ("before", "after"))
     assert before == after
     losses = _losses(before[0])
@@ -59,7 +56,7 @@ IN_FP32 = {
 
 
 @pytest.mark.uncounted
-def test_in_fp32_they_print_the_same_losses_too(run_ranks, tmp_path: Path) -> None:
+def test_in_fp32_they_print_the_same_losses_too(run_ranks, tmp_path):
     for name in ("before", "after"):
         code = (EXAMPLES / "from_ddp" / f"{name}.py").read_text(encoding="utf-8")
         for half, single in IN_FP32.items():
@@ -70,20 +67,20 @@ def test_in_fp32_they_print_the_same_losses_too(run_ranks, tmp_path: Path) -> No
     assert before == after
 
 
-def _code(path: Path) -> list[str]:
+def _code(path):
     """The lines behind its docstring, without imports."""
     lines = path.read_text(encoding="utf-8").split('"""', 2)[2].splitlines()
     return [line for line in lines if line and not line.startswith(("import ", "from "))]
 
 
-def _is_within(lines: list[str], whole: list[str]) -> bool:
+def _is_within(lines, whole):
     """Whether the lines stand there in their order."""
     rest = iter(whole)
     return all(line in rest for line in lines)
 
 
 @pytest.mark.parametrize("folder", SECTIONS)
-def test_the_page_shows_each_line_that_changes(folder: str) -> None:
+def test_the_page_shows_each_line_that_changes(folder):
     before, after = _code(EXAMPLES / folder / "before.py"), _code(EXAMPLES / folder / "after.py")
     section = PAGE.split(f"## {SECTIONS[folder]}\n")[1].partition("\n## ")[0]
     changed = "".join(re.findall(r"^```diff\n(.*?)^```$", section, flags=re.MULTILINE | re.DOTALL)).splitlines()
@@ -93,11 +90,11 @@ def test_the_page_shows_each_line_that_changes(folder: str) -> None:
     assert _is_within(new, after)
 
 
-def _run_blocks(folder: Path, *titles: str) -> dict[str, dict[str, Any]]:
+def _run_blocks(folder, *titles):
     """Run the page's blocks in order, in `folder`; all, or those of some sections. Returns the names after each
     section.
     """
-    scope: dict[str, Any] = {}
+    scope = {}
     after = {}
     with contextlib.chdir(folder), no_compiler(), contextlib.redirect_stdout(io.StringIO()):
         for section in PAGE.split("\n## ")[1:]:
@@ -109,7 +106,7 @@ def _run_blocks(folder: Path, *titles: str) -> dict[str, dict[str, Any]]:
     return after
 
 
-def _page(folder: Path) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+def _page(folder):
     """On each rank: some numbers of the page, how far averages are from weights, and the weights that were saved."""
     torch.manual_seed(0)
     after = _run_blocks(folder)
@@ -130,7 +127,7 @@ def _page(folder: Path) -> tuple[list[float], list[float], dict[str, torch.Tenso
 
 
 @pytest.mark.uncounted
-def test_every_block_runs_on_two_ranks_and_one_goes_on_from_their_checkpoint(run_ranks, tmp_path: Path) -> None:
+def test_every_block_runs_on_two_ranks_and_one_goes_on_from_their_checkpoint(run_ranks, tmp_path):
     for (lr, updates, held_out), gaps, _ in (answers := run_ranks(_page, 2, tmp_path)):
         assert lr == pytest.approx(1e-2 / 2)  # after ten updates
         assert updates == 1
@@ -148,18 +145,18 @@ def test_every_block_runs_on_two_ranks_and_one_goes_on_from_their_checkpoint(run
 
 @pytest.mark.uncounted
 @pytest.mark.parametrize("program", sorted(path.stem for path in EXAMPLES.glob("*.py")))
-def test_an_example_prints_a_loss_that_falls(program: str, tmp_path: Path) -> None:
+def test_an_example_prints_a_loss_that_falls(program, tmp_path):
     printed = _printed(EXAMPLES / f"{program}.py", tmp_path)
     losses = _losses(printed)
     assert losses[-1] < 0.8 * losses[0], printed
 
 
-def test_the_page_lists_every_example() -> None:
+def test_the_page_lists_every_example():
     listed = re.findall(r"^\| \[(\w+)\.py\]", PAGE, flags=re.MULTILINE)
     assert sorted(listed) == sorted(path.stem for path in EXAMPLES.glob("*.py"))
 
 
-def test_the_page_s_scheduler_goes_on_with_its_rate_after_a_load(tmp_path: Path) -> None:
+def test_the_page_s_scheduler_goes_on_with_its_rate_after_a_load(tmp_path):
     rates = [
         float(_run_blocks(tmp_path, "The loop", "Learning rates")["Learning rates"]["result"].lr) for _ in range(2)
     ]

@@ -11,7 +11,7 @@ from megamix.live_storage import LiveStorage
 KB = 250  # FP32 elements
 
 
-def test_the_peak_is_the_highest_sum_of_what_lived_at_once() -> None:
+def test_the_peak_is_the_highest_sum_of_what_lived_at_once():
     with LiveStorage() as tracker:
         first = torch.zeros(4 * KB)
         view = first.view(2, -1)  # no storage of its own
@@ -27,7 +27,7 @@ def test_the_peak_is_the_highest_sum_of_what_lived_at_once() -> None:
     assert (tracker.live_bytes, tracker.peak_bytes) == (0, 8000)
 
 
-def test_what_was_made_before_counts_when_touched() -> None:
+def test_what_was_made_before_counts_when_touched():
     old = torch.zeros(KB)
     with LiveStorage() as tracker:
         new = torch.zeros(KB)
@@ -36,7 +36,7 @@ def test_what_was_made_before_counts_when_touched() -> None:
         assert tracker.peak_bytes == 2000
 
 
-def test_a_storage_resized_to_nothing_is_not_counted_at_a_peak() -> None:
+def test_a_storage_resized_to_nothing_is_not_counted_at_a_peak():
     with LiveStorage() as tracker:
         emptied = torch.zeros(8 * KB)
         emptied.untyped_storage().resize_(0)  # as FSDP frees a gathered weight: no operation tells of it
@@ -48,13 +48,13 @@ def test_a_storage_resized_to_nothing_is_not_counted_at_a_peak() -> None:
         assert len(kept) == 10
 
 
-def test_a_fake_tensor_has_no_memory() -> None:
+def test_a_fake_tensor_has_no_memory():
     with LiveStorage() as tracker, FakeTensorMode():
         torch.zeros(KB).add(1)
     assert tracker.peak_bytes == 0
 
 
-def _sharded_bytes() -> tuple[int, int]:
+def _sharded_bytes():
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     full = torch.ones(8 * KB)
     with LiveStorage() as tracker:
@@ -66,5 +66,5 @@ def _sharded_bytes() -> tuple[int, int]:
     return added, sharded.to_local().numel() * 4
 
 
-def test_of_a_sharded_tensor_the_local_part_counts(run_ranks) -> None:
+def test_of_a_sharded_tensor_the_local_part_counts(run_ranks):
     assert run_ranks(_sharded_bytes, 2) == [(4000, 4000), (4000, 4000)]

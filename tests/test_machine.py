@@ -2,8 +2,6 @@
 torch is loaded, unless the user's environment says otherwise.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import platform
@@ -16,8 +14,8 @@ import pytest
 
 from megamix.config import config_to_toml
 from megamix.machine import cpu_name, keep_freed_memory, many_imports, num_cores, set_torch_environment
+from tests.builders import tiny_job, write_data
 from tests.sandbox import TORCH
-from tests.train.jobs import tiny_job, write_data
 
 # Stands for a job, and says what it finds.
 JOB = """
@@ -41,7 +39,7 @@ sys.exit(main(["train", sys.argv[1]]))
 GLIBC = sys.platform == "linux" and "CS_GNU_LIBC_VERSION" in os.confstr_names and os.confstr("CS_GNU_LIBC_VERSION")
 
 
-def test_a_machine_without_proc_is_named_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_proc_is_named_too(tmp_path, monkeypatch):
     monkeypatch.setattr(platform, "processor", lambda: "an abacus")
     assert cpu_name(tmp_path / "cpuinfo") == "an abacus"
     (tmp_path / "cpuinfo").write_text("processor\t: 0\nmodel name\t: Fast CPU\n\nmodel name\t: Fast CPU\n")
@@ -57,9 +55,7 @@ def test_a_machine_without_proc_is_named_too(tmp_path: Path, monkeypatch: pytest
         (0, {"OMP_NUM_THREADS": "7", "MALLOC_MMAP_THRESHOLD_": "131072"}, 7, False),
     ],
 )
-def test_a_job_by_hand_has_what_the_launcher_s_ranks_have(
-    tmp_path: Path, gpus: int, variables: dict[str, str], threads: int, keeps: bool
-) -> None:
+def test_a_job_by_hand_has_what_the_launcher_s_ranks_have(tmp_path, gpus, variables, threads, keeps):
     write_data(tmp_path / "data")
     (tmp_path / "job.toml").write_text(config_to_toml(tiny_job(tmp_path)))
     (tmp_path / "torch.py").write_text(TORCH.format(gpus=gpus, halves=False))
@@ -85,9 +81,7 @@ def test_a_job_by_hand_has_what_the_launcher_s_ranks_have(
         ("glibc.malloc.mmap_threshold=131072:glibc.malloc.top_pad=0", [-1]),
     ],
 )
-def test_what_glibc_tunables_say_is_left_alone(
-    monkeypatch: pytest.MonkeyPatch, tunables: str, numbers: list[int]
-) -> None:
+def test_what_glibc_tunables_say_is_left_alone(monkeypatch, tunables, numbers):
     libc = Mock()
     monkeypatch.setattr("ctypes.CDLL", lambda name: libc)
     for name in [name for name in os.environ if name.startswith("MALLOC_")]:
@@ -105,9 +99,7 @@ def test_what_glibc_tunables_say_is_left_alone(
         ({"PYTORCH_CUDA_ALLOC_CONF": "backend:native", "TORCH_NCCL_TRACE_BUFFER_SIZE": "50"}, None, None),
     ],
 )
-def test_torch_s_variables_are_set_for_a_gpu_unless_the_user_has_set_them(
-    monkeypatch: pytest.MonkeyPatch, given: dict[str, str], allocator: str | None, recorded: str | None
-) -> None:
+def test_torch_s_variables_are_set_for_a_gpu_unless_the_user_has_set_them(monkeypatch, given, allocator, recorded):
     monkeypatch.setattr(os, "environ", dict(given))
     set_torch_environment(1)
     assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
@@ -117,7 +109,7 @@ def test_torch_s_variables_are_set_for_a_gpu_unless_the_user_has_set_them(
     assert (os.environ.get("PYTORCH_ALLOC_CONF"), os.environ.get("TORCH_FR_BUFFER_SIZE")) == (allocator, recorded)
 
 
-def test_garbage_is_collected_again_behind_imports_and_only_a_process_that_begins_keeps_what_is_there() -> None:
+def test_garbage_is_collected_again_behind_imports_and_only_a_process_that_begins_keeps_what_is_there():
     before = gc.get_freeze_count()
     with many_imports():
         assert not gc.isenabled()

@@ -7,7 +7,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[1] / "megamix"
 
 
-def repeated_classes(package: Path) -> dict[str, list[str]]:
+def repeated_classes(package):
     """The public classes of one name, at the top of a file or inside another class or function: name, their files."""
     files = defaultdict(list)
     for path in sorted(package.rglob("*.py")):
@@ -17,11 +17,11 @@ def repeated_classes(package: Path) -> dict[str, list[str]]:
     return {name: places for name, places in files.items() if len(places) > 1}
 
 
-def test_a_public_class_name_exists_once() -> None:
+def test_a_public_class_name_exists_once():
     assert repeated_classes(PACKAGE) == {}
 
 
-def test_a_planted_repetition_is_found_and_a_private_name_may_repeat(tmp_path: Path) -> None:
+def test_a_planted_repetition_is_found_and_a_private_name_may_repeat(tmp_path):
     (tmp_path / "deep").mkdir()
     (tmp_path / "a.py").write_text("class Border: ...\nclass _Start: ...\nclass Piece: ...\n")
     (tmp_path / "deep/b.py").write_text("class _Start: ...\ndef f():\n    class Border: ...\n")

@@ -2,8 +2,6 @@
 trains, stops at a signal, resumes and is exported; what only matters on Linux does nothing there, without a word.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import resource
@@ -13,19 +11,17 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import pytest
-
 from megamix.config import config_to_toml
 from megamix.machine import peak_resident
 from megamix.supervise.rendezvous import keep_to_loopback
 from megamix.tools.doctor import first_light
+from tests.builders import tiny_job, write_data
 from tests.programs import with_settings
-from tests.train.jobs import tiny_job, write_data
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def _start(*command: str) -> subprocess.Popen[str]:
+def _start(*command):
     """Start a command on another system."""
     paths = f"{ROOT / 'tests/another_system'}:{ROOT}"
     settings = with_settings(MEGAMIX_PYTHON=sys.executable, NPROC_PER_NODE="2", OMP_NUM_THREADS="1", PYTHONPATH=paths)
@@ -33,16 +29,16 @@ def _start(*command: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, cwd=ROOT, env=settings, text=True, **streams)  # type: ignore[call-overload]
 
 
-def _end(started: subprocess.Popen[str], status: int = 0) -> str:
+def _end(started, status=0):
     said, errors = started.communicate()
     assert started.returncode == status, errors
     return said
 
 
-def test_a_job_of_two_ranks_stops_at_a_signal_resumes_and_is_exported(tmp_path: Path) -> None:
+def test_a_job_of_two_ranks_stops_at_a_signal_resumes_and_is_exported(tmp_path):
     write_data(tmp_path / "data")
     steps = {"steps": 400, "eval_interval": 0}
-    config = tiny_job(tmp_path, training=steps, data={"valid": None}, metrics={"tensorboard": False, "log_interval": 1})
+    config = tiny_job(tmp_path, training=steps, valid=None, log_interval=1)
     (tmp_path / "job.toml").write_text(config_to_toml(config))
     launch = ["launch/pretrain.sh", str(tmp_path / "job.toml")]
     first = _start(*launch)
@@ -67,28 +63,26 @@ for name in ("cores", "driver", "hostname", "ports", "/dev/shm"):
 """
 
 
-def test_the_doctor_looks_at_what_there_is() -> None:
+def test_the_doctor_looks_at_what_there_is():
     said = _end(_start(sys.executable, "-c", DOCTOR))
     assert said.splitlines() == ["cores", "driver", "hostname", "loopback port", ""]
 
 
-def test_a_peak_of_memory_is_in_bytes_on_either_system(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peak_of_memory_is_in_bytes_on_either_system(monkeypatch):
     monkeypatch.setattr(resource, "getrusage", lambda who: SimpleNamespace(ru_maxrss=1000))
     assert peak_resident() == 1_024_000
     monkeypatch.setattr(sys, "platform", "darwin")
     assert peak_resident() == 1000
 
 
-def test_ranks_keep_to_loopback_by_its_name_on_either_system(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_keep_to_loopback_by_its_name_on_either_system(monkeypatch):
     environment = {"NCCL_SOCKET_IFNAME": "eth0"}
     monkeypatch.setattr(sys, "platform", "darwin")
     keep_to_loopback(environment)
     assert environment == {"NCCL_SOCKET_IFNAME": "eth0", "GLOO_SOCKET_IFNAME": "lo0"}
 
 
-def test_a_part_of_the_first_light_starts_where_no_process_can_end_with_its_parent(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_part_of_the_first_light_starts_where_no_process_can_end_with_its_parent(tmp_path, monkeypatch):
     monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace())
     started = first_light.start(["-c", "print(1)"], tmp_path, subprocess.DEVNULL)
     assert started.communicate()[0] == b"1\n"

@@ -2,8 +2,6 @@
 missing; a timetable, a block's way and its matrices are complete.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from pathlib import Path
@@ -19,14 +17,14 @@ from megamix.supervise.console import COLUMNS
 ROOT = Path(__file__).parents[1]
 
 
-def test_the_pages_have_every_picture() -> None:
+def test_the_pages_have_every_picture():
     pages = ((ROOT / f"docs/{name}.md").read_text(encoding="utf-8") for name in ("parallelism", "operations"))
     shown = [sorted(re.findall(r"\]\(pictures/(\w+)\.png\)", page)) for page in pages]
     assert shown == [sorted(pictures.ALL), sorted(run_pictures.PICTURES)]
     assert {path.stem for path in pictures.PICTURES.iterdir()} == {*pictures.ALL, *run_pictures.PICTURES, "step"}
 
 
-def test_the_pictures_are_those_that_the_scripts_draw(tmp_path: Path) -> None:
+def test_the_pictures_are_those_that_the_scripts_draw(tmp_path):
     matplotlib = pytest.importorskip("matplotlib")
     pin = re.search(r"^matplotlib==(\S+)$", (ROOT / "constraints.txt").read_text(), flags=re.MULTILINE)
     pictures.write(tmp_path)
@@ -39,7 +37,7 @@ def test_the_pictures_are_those_that_the_scripts_draw(tmp_path: Path) -> None:
             assert drawn == (pictures.PICTURES / name).read_bytes(), name
 
 
-def test_the_drawing_of_a_step_has_the_engine_s_stages_in_its_order_and_dtypes() -> None:
+def test_the_drawing_of_a_step_has_the_engine_s_stages_in_its_order_and_dtypes():
     step = step_picture.observed_step()
     assert step.order == [*step_picture.STAGES]
     assert step[1:] == ("FP16", "FP16", "FP32", "FP32")
@@ -48,7 +46,7 @@ def test_the_drawing_of_a_step_has_the_engine_s_stages_in_its_order_and_dtypes()
 
 
 @pytest.mark.parametrize("name", run_pictures.PAGES)
-def test_the_console_on_a_page_is_what_a_run_prints_today(name: str) -> None:
+def test_the_console_on_a_page_is_what_a_run_prints_today(name):
     page = (ROOT / "docs" / name).read_text(encoding="utf-8")
     assert page == run_pictures.with_console(page, run_pictures.PAGES[name]), "write it: python docs/run_pictures.py"
     shown = page.partition(run_pictures.MARK)[2].partition("```")[0].splitlines()
@@ -57,7 +55,7 @@ def test_the_console_on_a_page_is_what_a_run_prints_today(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_a_timetable_has_all_of_a_step_and_no_rank_does_two_things_at_once(name: str) -> None:
+def test_a_timetable_has_all_of_a_step_and_no_rank_does_two_things_at_once(name):
     slots = pictures.timetable(name)
     stages = 4 if name == "1f1b" else 8
     done = Counter((slot.stage, slot.micro_batch, kind) for slot in slots for kind in slot.kind.replace("B", "IW"))
@@ -72,14 +70,14 @@ def test_a_timetable_has_all_of_a_step_and_no_rank_does_two_things_at_once(name:
             assert ends[slot.stage - 1, "F", slot.micro_batch] <= slot.start
 
 
-def test_each_schedule_waits_less_than_the_simpler_ones() -> None:
+def test_each_schedule_waits_less_than_the_simpler_ones():
     waits = {name: pictures.bubble(pictures.timetable(name)) for name in SCHEDULES}
     assert waits["1f1b"] == pytest.approx(3 / 11)  # (p - 1) / (m + p - 1), Narayanan et al. 2021
     assert waits["interleaved_1f1b"] < waits["1f1b"]
     assert max(waits["interleaved_zero_bubble"], waits["zbv_zero_bubble"]) < waits["interleaved_1f1b"]
 
 
-def test_a_block_on_the_picture_gathers_and_sums_twice_and_no_rank_holds_all_of_a_divided_tensor() -> None:
+def test_a_block_on_the_picture_gathers_and_sums_twice_and_no_rank_holds_all_of_a_divided_tensor():
     steps = pictures.block_shapes()
     travels = [step.split()[0] for step in steps if isinstance(step, str)]
     assert travels == ["gather", "sum,", "gather", "sum,"]
@@ -90,7 +88,7 @@ def test_a_block_on_the_picture_gathers_and_sums_twice_and_no_rank_holds_all_of_
     }  # fmt: skip
 
 
-def test_blocks_on_the_picture_are_all_of_a_matrix() -> None:
+def test_blocks_on_the_picture_are_all_of_a_matrix():
     found = [*pictures.blocks()]
     for suffix, _ in pictures.MATRICES:
         own = [block for block in found if block.name.endswith(suffix)]

@@ -2,16 +2,12 @@
 configurations like built-in ones; a plugin is imported only if the user names it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from pydantic import Field, create_model
@@ -20,14 +16,7 @@ from megamix import AdamW
 from megamix.builders.objects import build_optimizer, lr_table
 from megamix.checkpoint.manifest import RunRecord, read_manifest
 from megamix.cli import main
-from megamix.config import (
-    ConfigError,
-    ModelConfig,
-    config_from_dict,
-    config_schema,
-    config_to_toml,
-    load_config,
-)
+from megamix.config import ConfigError, ModelConfig, config_from_dict, config_schema, config_to_toml, load_config
 from megamix.model.family import family_of
 from megamix.model.transformer import Transformer
 from megamix.plugins import (
@@ -45,9 +34,9 @@ from megamix.plugins import (
 )
 from megamix.run.ranks_agree import RankGroup, differences, started_with
 from megamix.run.resume_rules import changes
+from tests.builders import run_on_ranks
 from tests.checkpoint.seal import edit
-from tests.config.test_errors import GOOD, Tree, changed, problems_of
-from tests.train.jobs import run_on_ranks
+from tests.config.test_errors import GOOD, changed, problems_of
 
 PLUGIN = """
 from pydantic import Field
@@ -103,18 +92,18 @@ pytestmark = pytest.mark.usefixtures("doors")
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def here(tmp_path, monkeypatch):
     """The working folder, with a plugin."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "toy_plugin.py").write_text(PLUGIN)
     return tmp_path
 
 
-def with_plugin(**sections: object) -> Tree:
+def with_plugin(**sections):
     return changed(**sections) | NAMED
 
 
-def test_a_name_that_is_taken_is_refused_with_both_modules(here: Path) -> None:
+def test_a_name_that_is_taken_is_refused_with_both_modules(here):
     import_plugins(["toy_plugin"])
     with pytest.raises(ValueError, match="optimizer 'adamw' of tests.test_plugins: megamix[.a-z_]+ has registered"):
         register_optimizer("adamw", Section, test_a_name_that_is_taken_is_refused_with_both_modules)
@@ -133,12 +122,12 @@ def test_a_name_that_is_taken_is_refused_with_both_modules(here: Path) -> None:
         (register_loss_scale, "auto"),
     ],
 )
-def test_a_name_that_means_something_there_is_refused(register: Callable[..., None], name: str) -> None:
+def test_a_name_that_means_something_there_is_refused(register, name):
     with pytest.raises(ValueError, match=f"'{name}' of builtins: {name} means something of megamix's own there; give"):
         register(name, Section, print)
 
 
-def test_a_reader_of_a_built_in_ending_or_of_none_is_refused() -> None:
+def test_a_reader_of_a_built_in_ending_or_of_none_is_refused():
     for ending in (".jsonl", ".json.zst"):
         with pytest.raises(ValueError, match=f"{ending} means something of megamix's own there; give it another name"):
             register_reader(ending, print)
@@ -146,16 +135,14 @@ def test_a_reader_of_a_built_in_ending_or_of_none_is_refused() -> None:
         register_reader("text", print)
 
 
-def test_nothing_in_the_working_folder_is_imported_without_plugins(here: Path) -> None:
+def test_nothing_in_the_working_folder_is_imported_without_plugins(here):
     import_plugins([])
     assert str(here) not in sys.path
     import_plugins(["toy_plugin"])
     assert sys.path[-1] == str(here)
 
 
-def test_a_working_folder_that_is_gone_is_no_mistake_without_plugins(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_working_folder_that_is_gone_is_no_mistake_without_plugins(here, monkeypatch, capsys):
     monkeypatch.chdir(here / "..")
     (here / "gone").mkdir()
     monkeypatch.chdir(here / "gone")
@@ -178,14 +165,14 @@ class RoutedConfig(ModelConfig):
     routing: Routing
 
 
-def _families(*kinds: tuple[str, type[ModelConfig]]) -> list[Any]:
+def _families(*kinds):
     made = [type(name.title(), (Transformer,), {"name": name, "section": section}) for name, section in kinds]
     for family in made:
         register_family(family)
     return made
 
 
-def test_a_family_is_found_by_its_name_and_one_made_by_hand_by_its_section() -> None:
+def test_a_family_is_found_by_its_name_and_one_made_by_hand_by_its_section():
     child, parent, same = _families(
         ("child", RoutedConfig), ("parent", type("ParentConfig", (ModelConfig,), {})), ("same", ModelConfig)
     )
@@ -199,20 +186,20 @@ def test_a_family_is_found_by_its_name_and_one_made_by_hand_by_its_section() -> 
     assert family_of(ModelConfig(**sizes)) is Transformer
 
 
-def test_a_table_of_a_family_is_compared_as_a_whole() -> None:
+def test_a_table_of_a_family_is_compared_as_a_whole():
     _families(("routed", RoutedConfig))
 
-    def record(experts: int) -> RunRecord:
+    def record(experts):
         config = config_from_dict(changed(model={"family": "routed", "routing": {"experts": experts}}))
         return RunRecord(config=config_to_toml(config), fingerprints={}, rng_rule="")
 
-    saved: Any = SimpleNamespace(run=record(2), weights_only=False)
+    saved = SimpleNamespace(run=record(2), weights_only=False)
     assert changes(Path("x"), saved, record(2), 0, own=True) == []
     with pytest.raises(ConfigError, match=r"model.routing: the checkpoint has \{ experts = 2 \}, the configuration"):
         changes(Path("x"), saved, record(3), 0, own=True)
 
 
-def test_what_a_saved_configuration_says_holds_over_a_plugin_s_defaults(here: Path) -> None:
+def test_what_a_saved_configuration_says_holds_over_a_plugin_s_defaults(here):
     shown = config_to_toml(config_from_dict(changed(precision={"dtype": "fp16"})))
     rule = 'rule = "steady"\ninit_scale = 16777216.0\n'  # dynamic's default, and not this rule's
     saved = re.sub(r"(?<=\[precision.loss_scale\]\n)(.+\n)*", rule, shown)
@@ -222,9 +209,7 @@ def test_what_a_saved_configuration_says_holds_over_a_plugin_s_defaults(here: Pa
 
 
 @pytest.mark.parametrize("verb", [["train", "--check"], ["verify"]])
-def test_a_plugin_that_the_flag_alone_names_is_refused(
-    here: Path, capsys: pytest.CaptureFixture[str], verb: list[str]
-) -> None:
+def test_a_plugin_that_the_flag_alone_names_is_refused(here, capsys, verb):
     own = config_to_toml(config_from_dict(changed())).replace(": not set", "")
     job = _write(here, "job.toml", own)
     assert main([verb[0], str(job), *verb[1:], "--plugins", "toy_plugin", "precision.loss_scale.rule=steady"]) == 2
@@ -234,7 +219,7 @@ def test_a_plugin_that_the_flag_alone_names_is_refused(
     )
 
 
-def test_keys_of_a_plugin_have_their_defaults_and_mistakes_like_all_others(here: Path) -> None:
+def test_keys_of_a_plugin_have_their_defaults_and_mistakes_like_all_others(here):
     config = config_from_dict(with_plugin(**LION))
     shown = config_to_toml(config)
     assert shown.startswith('plugins = ["toy_plugin"]\n')
@@ -255,7 +240,7 @@ def test_keys_of_a_plugin_have_their_defaults_and_mistakes_like_all_others(here:
     )
 
 
-def test_each_kind_has_its_place_in_the_configuration_and_its_schema(here: Path) -> None:
+def test_each_kind_has_its_place_in_the_configuration_and_its_schema(here):
     config = config_from_dict(
         with_plugin(
             precision={"loss_scale": {"rule": "steady"}},
@@ -277,7 +262,7 @@ def test_each_kind_has_its_place_in_the_configuration_and_its_schema(here: Path)
     assert problem == 'data.train[0].words.count: got "7", must be a whole number; write for example count = 5'
 
 
-def test_the_page_s_example_goes(here: Path) -> None:
+def test_the_page_s_example_goes(here):
     page = (Path(__file__).parents[1] / "docs/configuration.md").read_text().partition("## Plugins")[2]
     module, toml = (page.partition(f"```{kind}\n")[2].partition("```")[0] for kind in ("python", "toml"))
     (here / "my_module.py").write_text(module)
@@ -294,7 +279,7 @@ def test_the_page_s_example_goes(here: Path) -> None:
         ("import nothing_of_that_name", "No module named 'nothing_of_that_name'; mend that module"),
     ],
 )
-def test_an_import_that_fails_is_one_line(here: Path, capsys: pytest.CaptureFixture[str], text: str | None, want: str):
+def test_an_import_that_fails_is_one_line(here, capsys, text, want):
     (here / "toy_plugin.py").unlink()
     if text is not None:
         (here / "toy_plugin.py").write_text(text)
@@ -305,7 +290,7 @@ def test_an_import_that_fails_is_one_line(here: Path, capsys: pytest.CaptureFixt
     assert capsys.readouterr().err == f"megamix plot: {problem}\n"
 
 
-def test_names_of_no_modules_are_wrong_values() -> None:
+def test_names_of_no_modules_are_wrong_values():
     assert problems_of({**GOOD, "plugins": "x"}) == (
         'plugins: got "x", must be a list; write for example plugins = ["my_module"]',
     )
@@ -313,7 +298,7 @@ def test_names_of_no_modules_are_wrong_values() -> None:
     assert problem.startswith("plugins[0]: got 3, must be text in quotes")
 
 
-def test_ranks_with_other_sources_of_a_plugin_differ(here: Path) -> None:
+def test_ranks_with_other_sources_of_a_plugin_differ(here):
     one = started_with(config_from_dict(with_plugin(**LION)), {})
     (here / "toy_plugin.py").write_text(PLUGIN + "\n")
     other = started_with(config_from_dict(with_plugin(**LION)), {})
@@ -324,12 +309,12 @@ def test_ranks_with_other_sources_of_a_plugin_differ(here: Path) -> None:
     assert [line.split(":")[0] for line in said] == ["optimizer.name", "plugins"]
 
 
-def _write(folder: Path, name: str, text: str) -> Path:
+def _write(folder, name, text):
     (folder / name).write_text(text)
     return folder / name
 
 
-def _tiny_job(folder: Path) -> Tree:
+def _tiny_job(folder):
     return {
         "model": {
             "vocab_size": 16, "seq_len": 8, "hidden_size": 8, "num_layers": 1, "num_heads": 2, "ffn_hidden_size": 8,
@@ -339,7 +324,7 @@ def _tiny_job(folder: Path) -> Tree:
         "lr_schedule": {"warmup_steps": 1},
         "training": {"steps": 2, "micro_batch_size": 2, "global_batch_size": 8, "eval_interval": 0},
         "checkpoint": {"folder": str(folder), "save_interval": 2},
-        "metrics": {"log_interval": 2, "tensorboard": False},
+        "metrics": {"log_interval": 2},
     }  # fmt: skip
 
 
@@ -347,14 +332,14 @@ CHECKPOINT = "step_00000002"
 
 
 @pytest.fixture
-def hostile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def hostile(tmp_path, monkeypatch):
     """A run folder that names a plugin, which lies in it and in the working folder, and needs it."""
     monkeypatch.chdir(tmp_path)
     run = tmp_path / "run"
     run_on_ranks(config_from_dict(_tiny_job(run)))
     checkpoint = run / "checkpoints" / CHECKPOINT
 
-    def name_it(fields: Tree) -> None:
+    def name_it(fields):
         config = fields["run"]["config"].replace('name = "adamw"', 'name = "lion"')
         fields["run"]["config"] = config.replace("plugins = []", 'plugins = ["hostile"]')
 
@@ -365,9 +350,7 @@ def hostile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return run
 
 
-def test_no_run_folder_and_no_checkpoint_imports_what_it_names(
-    hostile: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_run_folder_and_no_checkpoint_imports_what_it_names(hostile, capsys):
     checkpoint = str(hostile / "checkpoints" / CHECKPOINT)
     own = config_to_toml(config_from_dict(changed(checkpoint={"folder": str(hostile)}))).replace(": not set", "")
     on_top = _write(hostile.parent, "on_top.toml", f'base = "{hostile / "config.toml"}"\n')
@@ -393,7 +376,7 @@ def test_no_run_folder_and_no_checkpoint_imports_what_it_names(
     assert (hostile / "checkpoints" / CHECKPOINT).is_dir()
 
 
-def test_where_a_configuration_lies_says_whether_it_imports_and_not_its_text(here: Path) -> None:
+def test_where_a_configuration_lies_says_whether_it_imports_and_not_its_text(here):
     """A run's own names nothing to import, nor does its base, whatever is written in it; a user's own does."""
     shown = config_to_toml(config_from_dict(changed()))
     named, steady = shown.replace("plugins = []", 'plugins = ["toy_plugin"]'), ["precision.loss_scale.rule=steady"]
@@ -424,7 +407,7 @@ def test_where_a_configuration_lies_says_whether_it_imports_and_not_its_text(her
 
 
 @pytest.mark.parametrize(("table", "key"), [("checkpoint", "copy_command"), ("metrics.alert", "command")])
-def test_a_run_s_folder_names_no_program_that_a_job_starts(here: Path, capsys, table: str, key: str) -> None:
+def test_a_run_s_folder_names_no_program_that_a_job_starts(here, capsys, table, key):
     run = here / "run"
     (run / "checkpoints").mkdir(parents=True)
     shown = config_to_toml(config_from_dict(changed()))
@@ -502,20 +485,20 @@ plugins.register_loss_scale("odd", Rule, print)
         ({"even": 3}, "its own check fails: RuntimeError: odd; correct its keys"),
     ],
 )
-def test_mistakes_in_a_section_of_any_form_are_lines(here: Path, odd: Tree, want: str) -> None:
+def test_mistakes_in_a_section_of_any_form_are_lines(here, odd, want):
     (here / "toy_plugin.py").write_text(BAD)
     said = problems_of(with_plugin(optimizer={"name": "odd", "odd": odd}))
     assert any(want in line for line in said), said
     assert all(line.startswith("optimizer") for line in said)
 
 
-def test_keys_of_other_types_than_the_built_in_ones_pass_by_their_checks(here: Path) -> None:
+def test_keys_of_other_types_than_the_built_in_ones_pass_by_their_checks(here):
     (here / "toy_plugin.py").write_text(BAD)
     scale = config_from_dict(with_plugin(precision={"loss_scale": {"rule": "odd"}})).precision.loss_scale
     assert dict(scale) == {"rule": "odd", "init_scale": "a", "min_scale": "c", "max_scale": "b"}
 
 
-def test_what_is_shown_of_any_keys_reads_back(here: Path) -> None:
+def test_what_is_shown_of_any_keys_reads_back(here):
     (here / "toy_plugin.py").write_text(BAD)
     tables = {"table": {"a.b c": 1, "": 2}, "parts": {"d e.": {"size": 3}}}
     config = config_from_dict(with_plugin(optimizer={"name": "odd", "odd": tables}))
@@ -533,12 +516,12 @@ def test_what_is_shown_of_any_keys_reads_back(here: Path) -> None:
         ("x", Section, 3, "optimizer 'x' of 3: it must be a function or a class that builds one"),
     ],
 )
-def test_what_cannot_be_named_or_built_is_refused(name: str, section: Any, build: Any, want: str) -> None:
+def test_what_cannot_be_named_or_built_is_refused(name, section, build, want):
     with pytest.raises(ValueError, match=re.escape(want)):
         register_optimizer(name, section, build)
 
 
-def test_what_a_plugin_prints_is_not_part_of_what_is_shown(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_plugin_prints_is_not_part_of_what_is_shown(here, capsys):
     (here / "toy_plugin.py").write_text("print('hello')")
     assert main(["config", "--schema", "--plugins", "toy_plugin"]) == 0
     said = capsys.readouterr()
@@ -547,14 +530,14 @@ def test_what_a_plugin_prints_is_not_part_of_what_is_shown(here: Path, capsys: p
 
 
 @pytest.mark.parametrize("name", ["a\nb", "\x1b[31m", "a b", ""])
-def test_a_name_of_no_module_is_shown_in_one_line(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_name_of_no_module_is_shown_in_one_line(name, capsys):
     assert main(["config", "--schema", "--plugins", f"json,{name}"]) == 2
     assert capsys.readouterr().err == (
         f"megamix config: plugins: got {name!r}, which is no name of a module; write it as in Python's import\n"
     )
 
 
-def test_a_missing_key_without_an_example_is_told_by_its_description() -> None:
+def test_a_missing_key_without_an_example_is_told_by_its_description():
     class Needs(Section):
         beta: float
         """Decay rate of the momentum."""
@@ -564,7 +547,7 @@ def test_a_missing_key_without_an_example_is_told_by_its_description() -> None:
     assert problem == "optimizer.needs.beta: missing; write beta: Decay rate of the momentum."
 
 
-def test_the_text_under_a_key_is_its_description_wherever_its_class_stands() -> None:
+def test_the_text_under_a_key_is_its_description_wherever_its_class_stands():
     class Base(Section):
         low: float = 0.0
         """Smallest value;
@@ -580,10 +563,10 @@ goes on at the margin."""
         """Largest value."""
         bare: float = 1.0
 
-        def half(self) -> float:
-            high: float = self.high / 2
+        def half(self):
+            high = self.high / 2
             """No key's."""
-            low: float = abs(high)
+            low = abs(high)
             print(low)
             return low
 

@@ -1,12 +1,8 @@
 """No verb is silent while it works: lines on stderr show share and time left; stdout has only the results."""
 
-from __future__ import annotations
-
 import argparse
 import io
 import threading
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -25,26 +21,26 @@ DEADLINE_S = 60.0
 class Watched(io.StringIO):
     """A stream that tells when something was written."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self._written = threading.Condition()
 
-    def write(self, text: str) -> int:
+    def write(self, text):
         with self._written:
             written = super().write(text)
             self._written.notify_all()
         return written
 
-    def wait(self, text: str = "megamix") -> None:
+    def wait(self, text="megamix"):
         with self._written:
             assert self._written.wait_for(lambda: text in self.getvalue(), DEADLINE_S), f"{text} was not said"
 
 
 @pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Watched]:
+def impatient(monkeypatch):
     """Return a function that takes stderr's place, where the first line comes at once."""
 
-    def make() -> Watched:
+    def make():
         stream = Watched()
         monkeypatch.setattr("sys.stderr", stream)
         monkeypatch.setattr(progress, "SILENT_S", 0.0)
@@ -54,7 +50,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Watched]:
     return make
 
 
-def test_the_time_left_follows_from_the_speed_so_far() -> None:
+def test_the_time_left_follows_from_the_speed_so_far():
     assert LongWork("x", begun_s=10.0).told(now_s=22.0) == "x, 12 s"
     assert LongWork("x", begun_s=10.0, total=100.0).told(now_s=22.0) == "x, 12 s"
     assert LongWork("x", begun_s=10.0, total=100.0, done=25.0).told(now_s=22.0) == "x, 25 %, 12 s, about 36 s left"
@@ -62,25 +58,23 @@ def test_the_time_left_follows_from_the_speed_so_far() -> None:
     assert resumed.told(now_s=22.0) == "x, 75 %, 12 s, about 12 s left"
 
 
-def test_more_work_than_was_known_has_no_estimate() -> None:
+def test_more_work_than_was_known_has_no_estimate():
     assert LongWork("x", begun_s=0.0, total=100.0, done=101.0).told(now_s=5.0) == "x, 5 s"
 
 
-def test_times_are_said_as_people_say_them() -> None:
+def test_times_are_said_as_people_say_them():
     told = [duration(seconds) for seconds in (0, 0.25, 42.4, 99, 200, 5 * 3600 + 420, 51 * 3600)]
     assert told == ["0 s", "0.2 s", "42 s", "99 s", "3 min 20 s", "5 h 07 min", "2 d 03 h"]
 
 
-def test_stderr_gets_a_line_of_the_present_work(impatient: Callable[[], Watched]) -> None:
+def test_stderr_gets_a_line_of_the_present_work(impatient):
     log = impatient()
     with ProgressLine("megamix evaluate") as told:
         told.begin("tokens", total=4)
         log.wait("megamix evaluate: tokens, 0 s\n")
 
 
-def test_nothing_is_said_while_the_verb_prints(
-    impatient: Callable[[], Watched], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_said_while_the_verb_prints(impatient, monkeypatch):
     log = impatient()
     told, looks = ProgressLine("megamix evaluate"), iter([False, False, True])
     monkeypatch.setattr(told, "_ended", SimpleNamespace(wait=lambda seconds: next(looks)))
@@ -89,7 +83,7 @@ def test_nothing_is_said_while_the_verb_prints(
     assert log.getvalue() == ""
 
 
-def test_the_first_rank_alone_speaks(impatient: Callable[[], Watched], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_rank_alone_speaks(impatient, monkeypatch):
     log = impatient()
     monkeypatch.setenv("RANK", "1")
     with ProgressLine("megamix doctor") as told:
@@ -97,12 +91,10 @@ def test_the_first_rank_alone_speaks(impatient: Callable[[], Watched], monkeypat
     assert log.getvalue() == ""
 
 
-def test_a_verb_of_lines_speaks_while_it_works(
-    impatient: Callable[[], Watched], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_verb_of_lines_speaks_while_it_works(impatient, capsys):
     log = impatient()
 
-    def lines(arguments: argparse.Namespace) -> Iterator[str]:
+    def lines(arguments):
         arguments.progress.begin("thinking")
         log.wait()
         yield "42"
@@ -120,12 +112,10 @@ def test_a_verb_of_lines_speaks_while_it_works(
     ],
     ids=str,
 )
-def test_verify_and_doctor_speak_while_they_work(
-    verb: list[str], function: str, impatient: Callable[[], Watched], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_verify_and_doctor_speak_while_they_work(verb, function, impatient, monkeypatch):
     log = impatient()
 
-    def lines(*_: object) -> Iterator[str]:
+    def lines(*_):
         log.wait()
         yield from ()
 
@@ -137,16 +127,16 @@ def test_verify_and_doctor_speak_while_they_work(
 class Noted(ProgressLine):
     """Progress line that keeps all its works."""
 
-    def __init__(self) -> None:
-        self.works: list[LongWork] = []
+    def __init__(self):
+        self.works = []
         super().__init__()
 
-    def begin(self, what: str, total: float = 0.0, done: float = 0.0) -> None:
+    def begin(self, what, total=0.0, done=0.0):
         super().begin(what, total, done)
         self.works.append(self.work)
 
 
-def test_prepare_counts_all_its_bytes(tmp_path: Path) -> None:
+def test_prepare_counts_all_its_bytes(tmp_path):
     texts = tmp_path / "texts"
     texts.mkdir()
     for number in range(8):

@@ -2,8 +2,6 @@
 are found when the wheel is imported as a zip, or without sources.
 """
 
-from __future__ import annotations
-
 import ast
 import compileall
 import os
@@ -31,7 +29,7 @@ print("megamix.mixed_precision.engine" in sys.modules)
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wheel(tmp_path_factory):
     folder = tmp_path_factory.mktemp("wheel")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder / name)
@@ -42,7 +40,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built
 
 
-def _check(place: Path) -> None:
+def _check(place):
     """Check what a program finds of the package that lies in `place`."""
     command = [sys.executable, "-OO", "-P", "-c", PROGRAM]
     env = os.environ | {"PYTHONPATH": str(place)}
@@ -54,17 +52,17 @@ def _check(place: Path) -> None:
     assert (torch_at_first, home, others) == ("False", "megamix.mixed_precision.adamw", "False")
 
 
-def test_a_wheel_has_every_data_file(wheel: Path) -> None:
+def test_a_wheel_has_every_data_file(wheel):
     files = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("megamix/**/*.toml")}
     assert "megamix/config/other_trainers.toml" in files
     assert files <= {*zipfile.ZipFile(wheel).namelist()}
 
 
-def test_names_are_found_in_a_zip(wheel: Path) -> None:
+def test_names_are_found_in_a_zip(wheel):
     _check(wheel)
 
 
-def test_names_are_found_without_sources(wheel: Path, tmp_path: Path) -> None:
+def test_names_are_found_without_sources(wheel, tmp_path):
     zipfile.ZipFile(wheel).extractall(tmp_path)
     # All that the program imports.
     for room in ("", "comm", "mixed_precision", "settings"):
@@ -74,7 +72,7 @@ def test_names_are_found_without_sources(wheel: Path, tmp_path: Path) -> None:
     _check(tmp_path)
 
 
-def test_the_stub_has_a_line_for_each_public_name_and_no_other_line() -> None:
+def test_the_stub_has_a_line_for_each_public_name_and_no_other_line():
     stub = ast.parse((ROOT / "megamix/__init__.pyi").read_text(encoding="utf-8"))
     lines = [line for line in stub.body if isinstance(line, ast.ImportFrom)]
     assert len(lines) == len(stub.body)
@@ -86,6 +84,6 @@ def test_the_stub_has_a_line_for_each_public_name_and_no_other_line() -> None:
             assert getattr(megamix, name.name) is getattr(sys.modules[str(line.module)], name.name)
 
 
-def test_an_unknown_name_is_no_attribute() -> None:
+def test_an_unknown_name_is_no_attribute():
     with pytest.raises(AttributeError, match="module 'megamix' has no attribute 'Nothing'"):
         megamix.Nothing  # noqa: B018  # to read it raises

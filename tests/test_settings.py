@@ -2,8 +2,6 @@
 reason.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import math
@@ -41,14 +39,14 @@ from megamix.builders.objects import DTYPES
 from megamix.config import Config
 from megamix.config.choices import section_at
 from megamix.config.sections import SECTIONS
-from megamix.plugins import LOSS_SCALES, OPTIMIZERS, Section, texts
+from megamix.plugins import LOSS_SCALES, OPTIMIZERS, texts
 from megamix.settings import limits
 from megamix.settings.limits import PowerOfTwo, Share, check
 
 Keys = dict[str, Any]
 _MISSING = object()
 # Callables that take settings in a program, by the table that has these in a job.
-LIBRARY: dict[str, tuple[Callable[..., object], ...]] = {
+LIBRARY = {
     "optimizer": (Optimizer, ShardedEngine),
     "optimizer.adamw": (AdamW,),
     "optimizer.nag": (NAG,),
@@ -171,7 +169,7 @@ DIFFERS = {
 OF_JOBS = {"model", "data", "training", "metrics", "profiling", "precision.loss_scale.off"}
 
 
-def job_tables() -> dict[str, type[Section]]:
+def job_tables():
     """Return every table of a job that has a place of its own."""
     tables = {name: section_at(Config, [name], {}) for name in SECTIONS}
     tables |= {f"optimizer.{name}": section for name, section in OPTIMIZERS.sections.items()}
@@ -180,32 +178,32 @@ def job_tables() -> dict[str, type[Section]]:
     return {name: section for name, section in tables.items() if section is not None}
 
 
-def arguments(kind: Callable[..., object]) -> Keys:
+def arguments(kind):
     """Return the arguments with their defaults."""
     takes = kind.__init__ if isinstance(kind, type) else kind  # type: ignore[misc]  # of a class, and not of one object
     return {key: given.default for key, given in inspect.signature(takes).parameters.items() if key != "self"}
 
 
-def of_library(name: str) -> Keys:
+def of_library(name):
     """Return the settings of a table in a program, with their defaults; an optimizer's without those of all."""
     common = arguments(Optimizer) if name.removeprefix("optimizer.") in OPTIMIZERS.sections else {}
     found = [*chain.from_iterable(arguments(kind).items() for kind in LIBRARY[name])]
     return {key: default for key, default in found if key not in common}
 
 
-def of_job(name: str, section: type[Section]) -> Keys:
+def of_job(name, section):
     """Return the settings of a table in a job, without the tables in it, with their defaults."""
     fields = {key: field for key, field in section.model_fields.items() if field.default != {} and key != "rule"}
     return {key: inspect.Parameter.empty if field.is_required() else field.default for key, field in fields.items()}
 
 
-def declaration(kind: object, key: str) -> type | None:
+def declaration(kind, key):
     """Return the class among the shared ones that declares a setting of a class; None: it has its own declaration."""
     owner = next((base for base in getattr(kind, "__mro__", ()) if key in vars(base).get("__annotations__", {})), None)
     return owner if owner is not None and owner.__module__.startswith("megamix.settings.") else None
 
 
-def declared_once() -> dict[str, type]:
+def declared_once():
     """Return the settings that a program and a job have from one class, and that class."""
     found = {}
     for name, section in job_tables().items():
@@ -218,7 +216,7 @@ def declared_once() -> dict[str, type]:
 ONCE = declared_once()
 
 
-def test_every_setting_is_declared_once_or_in_a_table_with_the_reason() -> None:
+def test_every_setting_is_declared_once_or_in_a_table_with_the_reason():
     tables = job_tables()
     assert tables.keys() == LIBRARY.keys() | OF_JOBS
     alike, differ = set(), set()
@@ -233,7 +231,7 @@ def test_every_setting_is_declared_once_or_in_a_table_with_the_reason() -> None:
 
 
 # Values of every kind, at the limits that settings have, and beyond them.
-VALUES: tuple[object, ...] = (
+VALUES = (
     -1, 0, 1, 2, 5, 100, 101, True, False, None, "", "1e-3", "gradient", "velocity", "original", "match_rms_adamw", (),
     -1.0, 0.0, 1e-50, 2.0**-127, 2.0**-126, 0.3, 0.5, 0.999, 1.0, 1.5, 2.0, 4.0, 2.0**126, 2.0**127, math.inf, math.nan,
     (0.9,), (0.9, 0.95), (0.9, 1.0), (0.9, -0.1), (0.9, "0.95"), (0.9, True), "ab", [0.0, 0.5], (1, 0.5),
@@ -241,7 +239,7 @@ VALUES: tuple[object, ...] = (
     ((1.0, 2.0, 3.0), (1, 2, 3)), ((1.0, 2.0),), ((1.0, 2.0, math.inf),),
 )  # fmt: skip
 # Settings that a program gives beside one: what it must give, and a range for any first scale.
-OTHERS: dict[str, Keys] = {
+OTHERS = {
     "optimizer.groups": {"pattern": "*"},
     **{f"optimizer.{name}": {"lr": 1.0} for name in OPTIMIZERS.sections},
     "optimizer.nag": {"lr": 1.0, "nesterov": False},
@@ -251,14 +249,14 @@ OTHERS: dict[str, Keys] = {
 }
 
 
-def taken_by_program(name: str, kind: Callable[..., object], setting: Keys) -> bool:
+def taken_by_program(name, kind, setting):
     with suppress(TypeError, ValueError):
         kind(**OTHERS[name] | setting)
         return True
     return False
 
 
-def taken_by_job(section: type[Section], setting: Keys) -> bool:
+def taken_by_job(section, setting):
     with suppress(ValidationError):
         section.model_validate({"pattern": "*", **setting} if "pattern" in section.model_fields else setting)
         return True
@@ -269,7 +267,7 @@ BY_UPDATE = ("momentum", "weight_decay")  # a program may give a number for each
 
 
 @pytest.mark.parametrize("setting", ONCE)
-def test_a_program_and_a_job_take_the_same_values(setting: str) -> None:
+def test_a_program_and_a_job_take_the_same_values(setting):
     name, _, key = setting.rpartition(".")
     ((kind,), section) = LIBRARY[name], job_tables()[name]
     taken = [value for value in VALUES if taken_by_program(name, kind, {key: value})]
@@ -291,7 +289,7 @@ CHOSEN_OR_SEVERAL = (
 
 
 @pytest.mark.parametrize("setting", ONCE)
-def test_a_refusal_names_the_setting_the_value_and_what_to_do(setting: str) -> None:
+def test_a_refusal_names_the_setting_the_value_and_what_to_do(setting):
     name, _, key = setting.rpartition(".")
     with pytest.raises(
         ValueError if key in CHOSEN_OR_SEVERAL else TypeError,
@@ -301,13 +299,13 @@ def test_a_refusal_names_the_setting_the_value_and_what_to_do(setting: str) -> N
 
 
 @pytest.mark.parametrize("setting", ONCE)
-def test_the_text_under_a_setting_is_a_job_s(setting: str) -> None:
+def test_the_text_under_a_setting_is_a_job_s(setting):
     name, _, key = setting.rpartition(".")
     assert len(texts(job_tables()[name])[key]) > 10
 
 
 @pytest.mark.parametrize("wrong", [{"betas": (0.9, 1.0)}, {"weight_decay": math.nan}, {"eps": 0.0}])
-def test_a_class_that_declares_a_setting_anew_keeps_its_limits(wrong: Keys) -> None:
+def test_a_class_that_declares_a_setting_anew_keeps_its_limits(wrong):
     kinds = [("betas", tuple[float, float], (0.8, 0.9)), ("weight_decay", "float", 0.3), ("eps", float, 1e-6)]
     own = dataclasses.make_dataclass("Own", kinds, bases=(AdamW,), frozen=True, kw_only=True)
     (key,) = wrong
@@ -316,10 +314,10 @@ def test_a_class_that_declares_a_setting_anew_keeps_its_limits(wrong: Keys) -> N
         own(lr=1.0, **wrong)
 
 
-def test_a_class_may_take_values_of_more_than_one_kind_and_functions() -> None:
-    def every_time() -> None: ...
+def test_a_class_may_take_values_of_more_than_one_kind_and_functions():
+    def every_time(): ...
 
-    settings: dict[object, object] = {
+    settings = {
         float | str | None: "auto", int | float | None: 0.5, Callable[[], None]: every_time,
         Callable[[], None] | None: every_time, Mapping[int, None]: (), None | float: None,
     }  # fmt: skip
@@ -329,12 +327,12 @@ def test_a_class_may_take_values_of_more_than_one_kind_and_functions() -> None:
         check(dataclasses.make_dataclass("Own", kinds)(setting_5="x"))
 
 
-def engine_of(**settings: Any) -> ShardedEngine:
+def engine_of(**settings):
     return ShardedEngine(nn.Linear(2, 2), AdamW(lr=1.0), **settings)
 
 
 # Wrong in a program alone: a job's file holds no such value, or its section says more.
-WRONG_IN_PROGRAMS: list[tuple[Callable[[], object], str]] = [
+WRONG_IN_PROGRAMS = [
     (lambda: AdamW(lr=True), "lr of AdamW must be a number, or a sequence .*, got True"),
     (lambda: AdamW(lr="111"), "lr of AdamW must be a number, or a sequence .*, got '111'"),
     (lambda: AdamW(lr=10**400), "lr of AdamW must be finite"),
@@ -363,13 +361,13 @@ WRONG_IN_PROGRAMS: list[tuple[Callable[[], object], str]] = [
 
 
 @pytest.mark.parametrize(("build", "message"), WRONG_IN_PROGRAMS)
-def test_a_program_is_refused_what_would_be_read_otherwise(build: Callable[[], object], message: str) -> None:
+def test_a_program_is_refused_what_would_be_read_otherwise(build, message):
     with pytest.raises((TypeError, ValueError), match=message):
         build()
 
 
 @pytest.mark.filterwarnings("error")
-def test_numbers_of_numpy_become_python_s_own() -> None:
+def test_numbers_of_numpy_become_python_s_own():
     of_numpy = Muon(
         lr=1.0, betas=[np.float32(0.5), np.float64(0.75)], ns_steps=np.int64(3), momentum=np.float64(0.5),
         groups=(ParamGroup(pattern="*", weight_decay=np.float16(0.5)),),
@@ -384,7 +382,7 @@ def test_numbers_of_numpy_become_python_s_own() -> None:
     assert type(engine_of(clip_grad=np.float32(1.0), grad_accum_steps=np.int64(2)).clip_grad) is float
 
 
-def test_rates_for_each_update_may_be_an_array_or_a_tensor() -> None:
+def test_rates_for_each_update_may_be_an_array_or_a_tensor():
     """Whoever computes a schedule by numpy or torch."""
     for rates in (np.array([0.5, 0.25]), torch.tensor([0.5, 0.25]), [torch.tensor(0.5), np.float32(0.25)]):
         assert AdamW(lr=rates).lr == (0.5, 0.25)
@@ -392,7 +390,7 @@ def test_rates_for_each_update_may_be_an_array_or_a_tensor() -> None:
         AdamW(lr=torch.ones(2, 2))
 
 
-def test_a_rate_for_each_update_of_a_long_run_is_read_in_one_pass(monkeypatch) -> None:
+def test_a_rate_for_each_update_of_a_long_run_is_read_in_one_pass(monkeypatch):
     """Whoever trains for a million updates: only the extremes of floats are looked at one by one."""
     looked, own = [], limits._own
     monkeypatch.setattr(limits, "_own", lambda kind, value: looked.append(value) or own(kind, value))
@@ -401,12 +399,12 @@ def test_a_rate_for_each_update_of_a_long_run_is_read_in_one_pass(monkeypatch) -
     assert len(looked) < 100
 
 
-def test_what_a_class_works_out_is_no_setting() -> None:
+def test_what_a_class_works_out_is_no_setting():
     @dataclasses.dataclass(frozen=True, kw_only=True)
     class Own(AdamW):
         first: float = dataclasses.field(init=False)
 
-        def __post_init__(self) -> None:
+        def __post_init__(self):
             super().__post_init__()
             object.__setattr__(self, "first", self.betas[0] / 2)
 
@@ -415,13 +413,13 @@ def test_what_a_class_works_out_is_no_setting() -> None:
         Own(lr=1.0, betas=(1.0, 0.9))
 
 
-def test_a_type_shows_all_of_its_limits() -> None:
+def test_a_type_shows_all_of_its_limits():
     assert [repr(note) for note in (*get_args(Share)[1:], *get_args(PowerOfTwo)[1:])] == [
         "Limits(ge=0, lt=1)", "Limits(gt=0, power_of_two=True)",
     ]  # fmt: skip
 
 
-def test_annotations_of_others_are_not_looked_at() -> None:
+def test_annotations_of_others_are_not_looked_at():
     kinds = {"size": Annotated[float, "in metres"], "pair": Annotated[tuple[float, float], "two"], "half": "Half"}
     own = dataclasses.make_dataclass("Own", kinds.items())
     check(own(1e9, None, None))
@@ -430,6 +428,6 @@ def test_annotations_of_others_are_not_looked_at() -> None:
 
 
 @pytest.mark.parametrize("key", [key for key, reason in DIFFERS.items() if reason == DTYPE])
-def test_a_format_has_the_same_default_under_both_spellings(key: str) -> None:
+def test_a_format_has_the_same_default_under_both_spellings(key):
     name, _, setting = key.rpartition(".")
     assert DTYPES[job_tables()[name].model_fields[setting].default] == of_library(name)[setting]

@@ -2,8 +2,6 @@
 name of the API fails the build.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -11,14 +9,13 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
 
 
-def pages(nav: list[Any]) -> list[str]:
+def pages(nav):
     """Return the pages of a navigation, depth first."""
     found = []
     for entry in nav:
@@ -27,12 +24,12 @@ def pages(nav: list[Any]) -> list[str]:
     return found
 
 
-def test_every_page_is_in_the_navigation_once() -> None:
+def test_every_page_is_in_the_navigation_once():
     nav = tomllib.loads((ROOT / "zensical.toml").read_text(encoding="utf-8"))["project"]["nav"]
     assert sorted(pages(nav)) == sorted(str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md"))
 
 
-def test_the_index_has_the_tiers_of_the_navigation_with_all_their_pages() -> None:
+def test_the_index_has_the_tiers_of_the_navigation_with_all_their_pages():
     _, *tiers = tomllib.loads((ROOT / "zensical.toml").read_text(encoding="utf-8"))["project"]["nav"]
     _, *sections = (ROOT / "docs/index.md").read_text(encoding="utf-8").split("\n## ")
     assert [section.partition("\n")[0] for section in sections] == [title for tier in tiers for title in tier]
@@ -41,13 +38,13 @@ def test_the_index_has_the_tiers_of_the_navigation_with_all_their_pages() -> Non
         assert [page for page in pages([tier]) if page not in linked] == []
 
 
-def build(folder: Path) -> subprocess.CompletedProcess[str]:
+def build(folder):
     command = [sys.executable, "-m", "zensical", "build", "--strict"]
     nowhere = {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}
     return subprocess.run(command, cwd=folder, env=os.environ | nowhere, capture_output=True, text=True, check=False)
 
 
-def test_the_site_is_built_without_a_network(tmp_path: Path) -> None:
+def test_the_site_is_built_without_a_network(tmp_path):
     pytest.importorskip("zensical")
     shutil.copytree(ROOT / "docs", tmp_path / "docs")
     shutil.copy(ROOT / "zensical.toml", tmp_path)
@@ -67,7 +64,7 @@ def test_the_site_is_built_without_a_network(tmp_path: Path) -> None:
         ("::: megamix.Nothing", "Could not collect 'megamix.Nothing'"),
     ],
 )
-def test_a_dead_link_or_name_ends_the_build(tmp_path: Path, dead: str, told: str) -> None:
+def test_a_dead_link_or_name_ends_the_build(tmp_path, dead, told):
     pytest.importorskip("zensical")
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs/index.md").write_text(f"# A page\n\n{dead}\n", encoding="utf-8")

@@ -2,13 +2,9 @@
 signal, and ends with the run's status. tests/end_to_end/test_slurm.py has a real one.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import signal
-import subprocess
-from pathlib import Path
 
 import pytest
 
@@ -57,7 +53,7 @@ exit "${does[START + 1]#asked:}"
 
 
 @pytest.fixture
-def slurm(tmp_path: Path) -> Sandbox:
+def slurm(tmp_path):
     sandbox = Sandbox(tmp_path)
     sandbox.program("scontrol", SCONTROL)
     sandbox.program("srun", SRUN)
@@ -74,9 +70,7 @@ def slurm(tmp_path: Path) -> Sandbox:
     return sandbox
 
 
-def _run(
-    slurm: Sandbox, does: str, *, spare: str = "1", second: str = "0.15", cache: str = ""
-) -> subprocess.CompletedProcess[str]:
+def _run(slurm, does, *, spare="1", second="0.15", cache=""):
     job = {"SLURM_JOB_NODELIST": "node[7-9]", "SLURM_JOB_ID": "1230042", "SLURM_SUBMIT_DIR": str(slurm.repo)}
     job["TORCHINDUCTOR_CACHE_DIR"] = cache
     return slurm.run("slurm.sbatch", "my.toml", "data.train=a b", DOES=does, SPARE_NODES=spare, SECOND=second, **job)
@@ -99,7 +93,7 @@ FIRST, AGAIN = "starts node7,node8", ["asks node7,node8,node9", "starts node7,no
         ("dead 0", 0, [FIRST, *AGAIN]),
     ],
 )
-def test_how_the_launchers_end_is_what_the_job_does(slurm: Sandbox, does: str, status: int, log: list[str]) -> None:
+def test_how_the_launchers_end_is_what_the_job_does(slurm, does, status, log):
     done = _run(slurm, does)
     assert done.returncode == status, done.stderr
     assert slurm.lines() == log
@@ -108,20 +102,20 @@ def test_how_the_launchers_end_is_what_the_job_does(slurm: Sandbox, does: str, s
     assert ("has not ended 5 s after the first" in done.stderr) == ("dead" in does)
 
 
-def test_each_node_starts_one_launcher_and_each_start_has_a_port_of_its_own(slurm: Sandbox) -> None:
+def test_each_node_starts_one_launcher_and_each_start_has_a_port_of_its_own(slurm):
     assert _run(slurm, "1 0", cache="/kept").returncode == 0
     assert slurm.lines("launchers") == [
         f"2 {rank} node7:{port} /kept/{rank} my.toml data.train=a b" for port in (20042, 21042) for rank in (0, 1)
     ]
 
 
-def test_nodes_that_slurm_does_not_take_for_sound_are_not_asked(slurm: Sandbox) -> None:
+def test_nodes_that_slurm_does_not_take_for_sound_are_not_asked(slurm):
     (slurm.base / "nodes").write_text("node7 alloc$\nnode7 alloc$\nnode8 drng\nnode9 alloc*\n")
     _run(slurm, "1 0")
     assert slurm.lines()[1] == "asks node7"
 
 
-def test_without_enough_nodes_the_job_is_queued_again(slurm: Sandbox) -> None:
+def test_without_enough_nodes_the_job_is_queued_again(slurm):
     (slurm.base / "live").write_text("node9\n")
     done = _run(slurm, "1")
     assert (done.returncode, slurm.lines()[-1]) == (75, "requeue")
@@ -129,20 +123,20 @@ def test_without_enough_nodes_the_job_is_queued_again(slurm: Sandbox) -> None:
 
 
 @pytest.mark.parametrize(("failures", "log"), [(3, [FIRST, "requeue"]), (99, [FIRST])])
-def test_a_controller_that_is_away_for_a_moment_loses_no_job(slurm: Sandbox, failures: int, log: list[str]) -> None:
+def test_a_controller_that_is_away_for_a_moment_loses_no_job(slurm, failures, log):
     (slurm.base / "away").write_text("away\n" * failures)
     done = _run(slurm, "asked:75", second="0.001")
     assert (done.returncode, slurm.lines()) == (75, log)
     assert ("it cannot be queued again: submit it once more" in done.stderr) == (failures == 99)
 
 
-def test_a_job_that_was_cancelled_is_not_queued_again(slurm: Sandbox) -> None:
+def test_a_job_that_was_cancelled_is_not_queued_again(slurm):
     (slurm.base / "state").write_text("COMPLETING")
     assert _run(slurm, "asked:75").returncode == 75
     assert slurm.lines() == [FIRST]
 
 
-def test_restarts_that_end_at_once_come_to_an_end(slurm: Sandbox) -> None:
+def test_restarts_that_end_at_once_come_to_an_end(slurm):
     done = _run(slurm, "1 1 1 1 1 1 1 1", second="0.001")
     assert done.returncode == 1
     assert slurm.lines().count("starts node7,node9") == 5
@@ -153,14 +147,14 @@ def test_restarts_that_end_at_once_come_to_an_end(slurm: Sandbox) -> None:
     ("spare", "words"),
     [("3", " of 3 nodes, must leave one to train on"), *((odd, ", must be a") for odd in ("-1", "no"))],
 )
-def test_spares_that_leave_no_node_or_are_no_number_are_refused(slurm: Sandbox, spare: str, words: str) -> None:
+def test_spares_that_leave_no_node_or_are_no_number_are_refused(slurm, spare, words):
     done = _run(slurm, "0", spare=spare)
     assert done.returncode == 2
     assert f"SPARE_NODES: got {spare}{words}" in done.stderr
     assert slurm.lines() == []
 
 
-def test_the_job_asks_for_a_signal_that_ranks_know_and_keeps_its_log() -> None:
+def test_the_job_asks_for_a_signal_that_ranks_know_and_keeps_its_log():
     options = re.findall(r"^#SBATCH (\S+)$", (ROOT / "launch/slurm.sbatch").read_text(), re.MULTILINE)
     assert {"--requeue", "--open-mode=append", "--no-kill"} <= {*options}
     (line,) = [option for option in options if option.startswith("--signal=")]

@@ -2,10 +2,6 @@
 faults, and otherwise the soak reports it.
 """
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from tests.soak import Fight, faults_of, soak
@@ -14,7 +10,7 @@ SEED = 43  # strikes with a flipped bit, SIGINT, a death in a save and a full di
 
 
 @pytest.mark.uncounted
-def test_a_short_soak_passes_and_finds_what_is_wrong(tmp_path: Path, capsys) -> None:
+def test_a_short_soak_passes_and_finds_what_is_wrong(tmp_path, capsys):
     wrong, _ = soak(tmp_path, steps=90, every=16, seed=SEED)
     told = capsys.readouterr().out
     assert wrong == [], told

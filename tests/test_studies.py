@@ -2,15 +2,11 @@
 of 20,000 steps; the page holds what the studies print.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import bf16_moments
 import bf16_rounding
@@ -28,7 +24,7 @@ import run_all
 import study
 import torch
 import vanishing
-from long_runs import Curve, Curves
+from long_runs import Curve
 
 from tests.conftest import FULL
 
@@ -42,7 +38,7 @@ STUDIES = (
 PAGE = run_all.PAGE.read_text(encoding="utf-8")
 
 
-def _shows(module: ModuleType, findings: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _shows(module, findings, folder, monkeypatch):
     """The study's tables stand on the page, with other numbers at full size, and its figure can be drawn."""
     place = PAGE.partition(f"<!-- {module.__name__} -->\n")[2].partition("<!-- end of")[0]
     assert _headings(place) == _headings(module.text(findings)) != []
@@ -54,14 +50,14 @@ def _shows(module: ModuleType, findings: Any, folder: Path, monkeypatch: pytest.
         assert (ROOT / f"docs/studies/figures/{module.__name__}.png").is_file()
 
 
-def _headings(markdown: str) -> list[str]:
+def _headings(markdown):
     tables = re.findall(r"^(\| .*)\n\| --- .*\n((?:\| .*\n?)+)", markdown, flags=re.MULTILINE)
     for heading, rows in tables:
         assert {row.count("|") for row in rows.splitlines()} == {heading.count("|")}
     return [heading for heading, _ in tables]
 
 
-def test_halves_are_rounded_to_nearest_even_at_every_boundary(tmp_path, monkeypatch) -> None:
+def test_halves_are_rounded_to_nearest_even_at_every_boundary(tmp_path, monkeypatch):
     findings = bf16_rounding.measure(small=True)
     for (dtype, rounding), by_class in findings.items():
         different, compared = (sum(counts) for counts in zip(*by_class.values(), strict=True))
@@ -71,7 +67,7 @@ def test_halves_are_rounded_to_nearest_even_at_every_boundary(tmp_path, monkeypa
     _shows(bf16_rounding, findings, tmp_path, monkeypatch)
 
 
-def test_our_cpu_path_sums_in_fp32(tmp_path, monkeypatch) -> None:
+def test_our_cpu_path_sums_in_fp32(tmp_path, monkeypatch):
     findings = gemm_accumulation.measure(small=True)
     for (_, inputs), by_length in findings.items():
         for k, errors in by_length.items():
@@ -84,7 +80,7 @@ def test_our_cpu_path_sums_in_fp32(tmp_path, monkeypatch) -> None:
     _shows(gemm_accumulation, findings, tmp_path, monkeypatch)
 
 
-def test_fp32_masters_converge_and_half_masters_stall(tmp_path, monkeypatch) -> None:
+def test_fp32_masters_converge_and_half_masters_stall(tmp_path, monkeypatch):
     findings = regression.measure(small=True)
     largest = float(regression.problem(torch.float32)[2].abs().max())
     assert 2 < largest < 4  # hence the spacing of halves there, twice their eps
@@ -100,7 +96,7 @@ def test_fp32_masters_converge_and_half_masters_stall(tmp_path, monkeypatch) -> 
     _shows(regression, findings, tmp_path, monkeypatch)
 
 
-def test_every_gradient_of_a_run_is_counted_by_its_power_of_two(tmp_path, monkeypatch) -> None:
+def test_every_gradient_of_a_run_is_counted_by_its_power_of_two(tmp_path, monkeypatch):
     findings = vanishing.measure(small=True)
     steps = len(findings.steps)
     assert sum(int(counts.sum()) for counts in findings.weights.values()) == steps * findings.num_params
@@ -111,7 +107,7 @@ def test_every_gradient_of_a_run_is_counted_by_its_power_of_two(tmp_path, monkey
     _shows(vanishing, findings, tmp_path, monkeypatch)
 
 
-def test_octaves_are_those_of_frexp() -> None:
+def test_octaves_are_those_of_frexp():
     powers = torch.tensor([-149.0, -127.0, -126.0, -25.0, -24.0, -14.0, 0.0, 16.0])
     values = torch.cat([torch.exp2(powers.double()).float() * sign for sign in (1.0, -1.0)])
     values = torch.cat([values, values[2:8] * 1.75, torch.zeros(3), torch.tensor([-0.0])])
@@ -126,7 +122,7 @@ def test_octaves_are_those_of_frexp() -> None:
     assert vanishing.subnormal(counts) == vanishing.share(counts, -24, -14)
 
 
-def test_every_loss_scale_that_can_train_reaches_the_loss_of_fp32(tmp_path, monkeypatch) -> None:
+def test_every_loss_scale_that_can_train_reaches_the_loss_of_fp32(tmp_path, monkeypatch):
     findings = overflow.measure(small=True)
     runs = findings.runs
     ended = {name: run for name, run in runs.items() if run.history.valid_loss.values}
@@ -146,7 +142,7 @@ def test_every_loss_scale_that_can_train_reaches_the_loss_of_fp32(tmp_path, monk
 
 
 @pytest.mark.skipif(not FULL, reason="--full: a study, trained again")
-def test_moments_in_bf16_move_the_loss_less_than_another_seed(tmp_path, monkeypatch) -> None:
+def test_moments_in_bf16_move_the_loss_less_than_another_seed(tmp_path, monkeypatch):
     findings = bf16_moments.measure(small=True)
     assert len({*map(tuple, findings.losses.values())}) == len(bf16_moments.WAYS)  # no two ways are one
     for way in findings.losses:
@@ -156,7 +152,7 @@ def test_moments_in_bf16_move_the_loss_less_than_another_seed(tmp_path, monkeypa
 
 
 @pytest.mark.skipif(not FULL, reason="--full: a study, trained again")
-def test_headroom_overflows_in_under_a_fiftieth_of_a_percent_of_20_000_steps(tmp_path, monkeypatch) -> None:
+def test_headroom_overflows_in_under_a_fiftieth_of_a_percent_of_20_000_steps(tmp_path, monkeypatch):
     findings = loss_scales.measure(small=True)
     for world in ("drift", loss_scales.NOISY):
         outcome = findings.by_rule["headroom"][world]
@@ -170,7 +166,7 @@ def test_headroom_overflows_in_under_a_fiftieth_of_a_percent_of_20_000_steps(tmp
     _shows(loss_scales, findings, tmp_path, monkeypatch)
 
 
-def test_a_rank_holds_the_formula_and_a_few_counters(tmp_path, monkeypatch) -> None:
+def test_a_rank_holds_the_formula_and_a_few_counters(tmp_path, monkeypatch):
     findings = memory.measure(small=True)
     assert {ranks for _, ranks in findings} == {1, 2}
     for (title, ranks), (formula, by_rank) in findings.items():
@@ -182,7 +178,7 @@ def test_a_rank_holds_the_formula_and_a_few_counters(tmp_path, monkeypatch) -> N
     _shows(memory, findings, tmp_path, monkeypatch)
 
 
-def test_every_optimizer_trains_and_the_page_is_what_the_kept_runs_say(tmp_path, monkeypatch) -> None:
+def test_every_optimizer_trains_and_the_page_is_what_the_kept_runs_say(tmp_path, monkeypatch):
     small = optimizers.measure(small=True)
     ends = {run.way: curve.losses[-1] for run, curve in small.items()}
     assert [*ends] == [*optimizers.WAYS]
@@ -194,7 +190,7 @@ def test_every_optimizer_trains_and_the_page_is_what_the_kept_runs_say(tmp_path,
     _shows(optimizers, kept, tmp_path, monkeypatch)
 
 
-def test_a_mixture_trains_as_the_dense_model_does_and_the_page_is_what_the_kept_runs_say(tmp_path, monkeypatch) -> None:
+def test_a_mixture_trains_as_the_dense_model_does_and_the_page_is_what_the_kept_runs_say(tmp_path, monkeypatch):
     small = experts.measure(small=True)
     assert [run.way for run in small] == [*experts.WAYS]
     assert all(curve.losses[-1] < curve.losses[0] for curve in small.values())
@@ -204,7 +200,7 @@ def test_a_mixture_trains_as_the_dense_model_does_and_the_page_is_what_the_kept_
     _shows(experts, kept, tmp_path, monkeypatch)
 
 
-def test_each_recipe_of_fp8_trains_and_the_page_is_what_the_kept_runs_say(tmp_path, monkeypatch) -> None:
+def test_each_recipe_of_fp8_trains_and_the_page_is_what_the_kept_runs_say(tmp_path, monkeypatch):
     small = fp8.measure(small=True)
     assert [run.way for run in small] == [*fp8.WAYS]
     assert all(curve.losses[-1] < curve.losses[0] for curve in small.values())
@@ -214,9 +210,9 @@ def test_each_recipe_of_fp8_trains_and_the_page_is_what_the_kept_runs_say(tmp_pa
     _shows(fp8, kept, tmp_path, monkeypatch)
 
 
-def test_a_grid_goes_on_until_its_best_lies_inside_then_come_the_seeds() -> None:
-    def trained(best: float) -> list[tuple[float, int]]:
-        curves: Curves = {}
+def test_a_grid_goes_on_until_its_best_lies_inside_then_come_the_seeds():
+    def trained(best):
+        curves = {}
         while runs := optimizers.PLAN.missing(curves, "2 M", "AdamW"):
             curves[runs[0]] = Curve([1], [max(runs[0].lr / best, best / runs[0].lr)])
         return [(run.lr, run.seed) for run in sorted(curves)]
@@ -227,7 +223,7 @@ def test_a_grid_goes_on_until_its_best_lies_inside_then_come_the_seeds() -> None
     assert trained(32e-3) == sorted([*inside, (16e-3, 1), (32e-3, 1), (64e-3, 1), (32e-3, 2), (32e-3, 3)])
 
 
-def test_passes_are_summed_by_what_a_step_needs(tmp_path, monkeypatch) -> None:
+def test_passes_are_summed_by_what_a_step_needs(tmp_path, monkeypatch):
     findings = passes.measure(small=True)
     sums = {timing.way: timing for timing in passes.sums(findings.timings)}
     assert [timing.num_bytes for timing in sums.values()] == [64, 60, 30]
@@ -236,12 +232,12 @@ def test_passes_are_summed_by_what_a_step_needs(tmp_path, monkeypatch) -> None:
     _shows(passes, findings, tmp_path, monkeypatch)
 
 
-def test_every_study_has_a_test_and_a_place_on_the_page() -> None:
+def test_every_study_has_a_test_and_a_place_on_the_page():
     scripts = {path.stem for path in (ROOT / "docs/studies").glob("*.py")} - {"study", "long_runs", "run_all"}
     assert scripts == {module.__name__ for module in STUDIES} == {*run_all.studies()}
 
 
-def test_the_summary_has_no_number_that_its_study_does_not_show() -> None:
+def test_the_summary_has_no_number_that_its_study_does_not_show():
     summary = (ROOT / "docs/numerics.md").read_text(encoding="utf-8").partition("## What the literature claims")[2]
     rows = re.findall(r"^\| .* \| .* \| (.*) \| \[(\w+)\]\(studies/README.md#\S+\) \|$", summary, flags=re.MULTILINE)
     assert {name for _, name in rows} == {module.__name__ for module in STUDIES}
@@ -250,18 +246,18 @@ def test_the_summary_has_no_number_that_its_study_does_not_show() -> None:
         assert set(_numbers(found)) - set(_numbers(section)) == set(), name
 
 
-def _numbers(text: str) -> list[str]:
+def _numbers(text):
     return re.findall(r"\d+(?:[.,]\d+)*", text)
 
 
-def test_an_unknown_study_is_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_study_is_one_message(monkeypatch):
     monkeypatch.setattr(run_all.subprocess, "run", lambda *_, **__: pytest.fail("something was run"))
     with pytest.raises(SystemExit) as ended:
         run_all.main(["overflow", "WRONG"])
     assert str(ended.value).startswith("run_all.py: there is no study WRONG; write some of ")
 
 
-def test_a_study_runs_from_its_command() -> None:
+def test_a_study_runs_from_its_command():
     printed = subprocess.run(
         [sys.executable, "docs/studies/bf16_rounding.py", "--small"],
         cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, text=True, check=True,
@@ -269,14 +265,14 @@ def test_a_study_runs_from_its_command() -> None:
     assert printed == bf16_rounding.text(bf16_rounding.measure(small=True)) + "\n"
 
 
-def test_what_a_study_prints_goes_to_its_place() -> None:
+def test_what_a_study_prints_goes_to_its_place():
     page = "a\n<!-- one -->\nold\n<!-- end of one -->\nb\n<!-- two -->\n<!-- end of two -->\n"
     assert run_all.put(page, "one", "new\n") == page.replace("\nold\n", "\n\nnew\n\n")
     with pytest.raises(ValueError, match="no place for three"):
         run_all.put(page, "three", "new")
 
 
-def test_without_matplotlib_the_hint_says_what_to_install(monkeypatch, capsys) -> None:
+def test_without_matplotlib_the_hint_says_what_to_install(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     study.save_figure("gemm_accumulation", lambda figure: pytest.fail("nothing to draw on"))
     assert "pip install -e '.[plot]'" in capsys.readouterr().err

@@ -2,10 +2,7 @@
 traceback; nothing is written.
 """
 
-from __future__ import annotations
-
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,14 +10,14 @@ import pytest
 from megamix import AdamW, Checkpoints, Precision
 from megamix.cli import main
 from megamix.config import config_to_toml
+from tests.builders import tiny_job, write_data
 from tests.checkpoint.state import fp16_engine
-from tests.train.jobs import tiny_job, write_data
 
 IN, OUT = "--input texts", "--output out"
 MODELS = "give a run that has saved, a checkpoint, or a Hugging Face folder"
 
 # Arguments behind `megamix`; texts that the message must hold: field, value and fix.
-WRONG: dict[str, tuple[str, ...]] = {
+WRONG = {
     # the command line itself
     "train": ("required: CONFIG", "write for example megamix train configs/quickstart.toml checkpoint.folder="),
     "trian job.toml": ("VERB", "'trian'", "did you mean train?", "write for example megamix train"),
@@ -161,7 +158,7 @@ WRONG: dict[str, tuple[str, ...]] = {
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def place(tmp_path_factory):
     """A user's working folder; `job.toml` in it would train."""
     folder = tmp_path_factory.mktemp("place")
     write_data(folder / "data")
@@ -178,13 +175,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("words", WRONG)
-def test_a_wrong_input_is_told_with_what_to_write(
-    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: str
-) -> None:
+def test_a_wrong_input_is_told_with_what_to_write(place, monkeypatch, capsys, words):
     monkeypatch.chdir(place)
     before = sorted(place.rglob("*"))
     try:
-        status: object = main(words.split())
+        status = main(words.split())
     except SystemExit as ended:  # how argparse refuses
         status = ended.code
     told = capsys.readouterr().err
@@ -201,7 +196,7 @@ NO_COUNT = "must be a number of ranks, 1 or more; start the ranks by launch/pret
 NO_RANK = r"must be from 0 to 1, as there are 2 rank\(s\); start the ranks by launch/pretrain"
 UNSET = "not set, though WORLD_SIZE is 2; start the ranks by launch/pretrain.sh or torchrun, which set it"
 # Variables of a launcher, and a pattern of the line that tells them. RANK and where ranks meet are unset, unless named.
-VARIABLES: list[tuple[dict[str, str], str]] = [
+VARIABLES = [
     *(
         ({name: value}, f'  {name}: got "{value[:56]}.*{NO_COUNT}')
         for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
@@ -219,13 +214,7 @@ VARIABLES: list[tuple[dict[str, str], str]] = [
 
 
 @pytest.mark.parametrize(("variables", "line"), VARIABLES)
-def test_ranks_that_cannot_be_are_told_by_their_variable(
-    place: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    variables: dict[str, str],
-    line: str,
-) -> None:
+def test_ranks_that_cannot_be_are_told_by_their_variable(place, monkeypatch, capsys, variables, line):
     monkeypatch.chdir(place)
     for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
@@ -264,15 +253,13 @@ SELDOM_MEANT = {
 
 
 @pytest.mark.parametrize("words", SELDOM_MEANT)
-def test_what_trains_and_is_seldom_meant_is_told_and_no_problem(
-    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: str
-) -> None:
+def test_what_trains_and_is_seldom_meant_is_told_and_no_problem(place, monkeypatch, capsys, words):
     monkeypatch.chdir(place)
     if not Path("prepared").exists():
         flags = "--input texts --output prepared --tokenizer bytes --valid-fraction 0"
         assert main(["prepare", *flags.split()]) == 0
         write_data(Path("other"), tokenizer=True)
-    job = tiny_job(Path(), precision={"loss_scale": {"rule": "static"}}) if "init_scale" in words else tiny_job(Path())
+    job = tiny_job(Path(), loss_scale={"rule": "static"}) if "init_scale" in words else tiny_job(Path())
     Path("seldom.toml").write_text(config_to_toml(job))
     capsys.readouterr()
     assert main(["train", "seldom.toml", *words.split(), "--check"]) == 0
@@ -284,22 +271,20 @@ def test_what_trains_and_is_seldom_meant_is_told_and_no_problem(
     assert all(part in notes[0] for part in SELDOM_MEANT[words])
 
 
-def test_plugins_of_an_empty_shell_variable_are_none(
-    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_plugins_of_an_empty_shell_variable_are_none(place, monkeypatch, capsys):
     monkeypatch.chdir(place)
     assert main(["train", "job.toml", "--check", "--plugins", ""]) == 0
     assert capsys.readouterr().out.startswith("no problems; 1 rank; ")
 
 
-def _amid_a_step(folder: Path) -> Checkpoints:
+def _amid_a_step(folder):
     engine = fp16_engine()
     engine.progress.micro_batches = 1
     return Checkpoints(engine, folder)
 
 
 # Calls of a program, given a path: of a file, or of a folder.
-WRONG_CALLS: dict[str, tuple[Callable[[Path], object], str]] = {
+WRONG_CALLS = {
     "a dtype by name": (
         lambda _: Precision("bf16"), "precision.dtype must be torch.float16, bfloat16 or float32, got 'bf16'"  # type: ignore[arg-type]
     ),
@@ -331,7 +316,7 @@ WRONG_CALLS: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("what", WRONG_CALLS)
-def test_a_wrong_call_is_told_at_the_call(place: Path, what: str) -> None:
+def test_a_wrong_call_is_told_at_the_call(place, what):
     call, told = WRONG_CALLS[what]
     with pytest.raises((ValueError, RuntimeError)) as caught:
         call(place)

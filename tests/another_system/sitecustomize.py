@@ -8,9 +8,7 @@ import fnmatch
 import os
 import socket
 import sys
-from collections.abc import Callable
 from importlib import import_module
-from typing import Any
 
 HIDDEN = ("/proc/", "/sys/", "/dev/shm/")
 # By module, as patterns.
@@ -33,7 +31,7 @@ _LIBRARY = os.path.dirname(os.__file__)
 _OWN = __file__.removesuffix("tests/another_system/sitecustomize.py") + "megamix/"
 
 
-def _take_away() -> None:
+def _take_away():
     for module_name, names in LINUX_ONLY.items():
         module = import_module(module_name)
         for pattern in names.split():
@@ -41,7 +39,7 @@ def _take_away() -> None:
                 delattr(module, name)
 
 
-def _refuse(path: Any) -> None:
+def _refuse(path):
     """Raise FileNotFoundError if megamix, or the library on its behalf, names a hidden folder or what is below it."""
     if not isinstance(path, str | os.PathLike) or not f"{os.fspath(path)}/".startswith(HIDDEN):
         return
@@ -52,20 +50,20 @@ def _refuse(path: Any) -> None:
         raise FileNotFoundError(2, "No such file or directory", os.fspath(path))
 
 
-def _is_plain(file: str) -> bool:
+def _is_plain(file):
     """Return whether a file of the library does what its caller asks for: pathlib, shutil, os, open."""
     return file.startswith("<frozen") or (file.startswith(_LIBRARY) and "site-packages" not in file)
 
 
-def _without_hidden(call: Callable[..., Any]) -> Callable[..., Any]:
-    def refusing(path: Any, *more: Any, **named: Any) -> Any:
+def _without_hidden(call):
+    def refusing(path, *more, **named):
         _refuse(path)
         return call(path, *more, **named)
 
     return refusing
 
 
-def _no_address(host: Any, *more: Any, **named: Any) -> Any:
+def _no_address(host, *more, **named):
     if host == NAME:
         raise socket.gaierror(socket.EAI_NONAME, "nodename nor servname provided, or not known")
     return _getaddrinfo(host, *more, **named)

@@ -1,12 +1,8 @@
 """A small model whose layers count their tokens' choices and have a loss of their own."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from megamix import Tally, add_loss
@@ -14,21 +10,21 @@ from megamix import Tally, add_loss
 VOCAB, WIDTH, PLACES = 29, 16, 5
 
 
-def counted_up(value: Tensor, counts: Tensor) -> Tensor:
+def counted_up(value, counts):
     return value + counts
 
 
 class Chooser(nn.Module):
     """Gives each token a place. `adds`: its loss is added where it arises; otherwise the caller takes it."""
 
-    def __init__(self, adds: bool) -> None:
+    def __init__(self, adds):
         super().__init__()
         self.router = nn.Linear(WIDTH, PLACES, bias=False)
         self.linear = nn.Linear(WIDTH, WIDTH)
         self.chosen = Tally(PLACES, counted_up)
         self.adds = adds
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         logits = self.router(x).float()
         self.chosen.add(F.one_hot(logits.argmax(-1), PLACES).flatten(0, -2).sum(0))
         loss = 0.1 * logits.logsumexp(-1).square().mean()
@@ -40,32 +36,32 @@ class Chooser(nn.Module):
 
 
 class Choosers(nn.Module):
-    def __init__(self, adds: bool = True, recompute: bool = False) -> None:
+    def __init__(self, adds=True, recompute=False):
         super().__init__()
         self.embedding = nn.Embedding(VOCAB, WIDTH)
         self.blocks = nn.ModuleList(Chooser(adds) for _ in range(2))
         self.head = nn.Linear(WIDTH, VOCAB, bias=False)
         self.recompute = recompute
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens):
         x = self.embedding(tokens)
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
-        logits: Tensor = self.head(x)
+        logits = self.head(x)
         return logits
 
 
-def choosers(**settings: Any) -> Choosers:
+def choosers(**settings):
     torch.manual_seed(3)
     return Choosers(**settings)
 
 
-def loss_of(called: Any, tokens: Tensor) -> Tensor:
+def loss_of(called, tokens):
     """Return the loss of the next tokens. `called`: the model or its engine."""
     return F.cross_entropy(called(tokens[:, :-1]).float().flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def tokens_of(*place: int) -> Tensor:
+def tokens_of(*place):
     """Return the tokens of a micro-batch, a function of its place in the training: INT64 (3, 9)."""
     seed = sum(number * 100**power for power, number in enumerate(place))
     return torch.randint(VOCAB, (3, 9), generator=torch.Generator().manual_seed(seed))

@@ -3,20 +3,15 @@ read. Skipped steps, probes, discarded steps, evaluations and what backward repe
 FP32, is in weights and checkpoints, and keeps no engine alive; `Counts` alone have no value.
 """
 
-from __future__ import annotations
-
 import copy
 import gc
 import pickle
 import weakref
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from megamix import HeadroomLossScale, Precision, ShardedEngine, Sharding, StaticLossScale, Tally
 from megamix.beside.tally import Counts
@@ -25,21 +20,21 @@ from megamix.checkpoint.manifest import RunRecord
 from megamix.checkpoint.save import save
 from megamix.checkpoint.snapshot import take_snapshot
 from megamix.comm.topology import Topology
-from tests.beside.choosers import PLACES, Chooser, Choosers, choosers, counted_up, loss_of, tokens_of
+from tests.beside.choosers import PLACES, Chooser, choosers, counted_up, loss_of, tokens_of
+from tests.builders import make_engine
 from tests.checkpoint.state import all_or_none_of
-from tests.engines import make_engine
 from tests.mixed_precision.test_no_host_read import no_host_read
 
 FP16 = Precision(torch.float16, loss_scale=StaticLossScale(8.0))
 NAMES = ["blocks.0.chosen", "blocks.1.chosen"]
 
 
-def _watch(model: Choosers) -> dict[str, Tensor]:
+def _watch(model):
     """Return the counts of the model's forwards from now on, by tally, apart from the engine."""
     seen = {name: torch.zeros(PLACES) for name in NAMES}
 
-    def note(name: str) -> Callable[..., None]:
-        def hook(router: nn.Module, args: object, logits: Tensor) -> None:
+    def note(name):
+        def hook(router, args, logits):
             seen[name] += F.one_hot(logits.float().argmax(-1), PLACES).flatten(0, -2).sum(0)
 
         return hook
@@ -50,15 +45,15 @@ def _watch(model: Choosers) -> dict[str, Tensor]:
     return seen
 
 
-def _values(engine: ShardedEngine) -> list[list[float]]:
+def _values(engine):
     return [engine.module.get_buffer(f"{name}.value").tolist() for name in NAMES]
 
 
-def _backward(engine: ShardedEngine, *place: int, times: float = 1.0) -> None:
+def _backward(engine, *place, times=1.0):
     engine.backward(loss_of(engine, tokens_of(*place)) * times)
 
 
-def test_it_moves_once_a_step_by_the_counts_of_all_micro_batches() -> None:
+def test_it_moves_once_a_step_by_the_counts_of_all_micro_batches():
     model = choosers()
     engine, seen = make_engine(model, grad_accum_steps=2), _watch(model)
     total = {name: torch.zeros(PLACES) for name in NAMES}
@@ -78,7 +73,7 @@ def test_it_moves_once_a_step_by_the_counts_of_all_micro_batches() -> None:
     assert sum(map(sum, _values(engine))) == 2 * 3 * 2 * 3 * 8
 
 
-def test_adding_reads_nothing_on_the_host() -> None:
+def test_adding_reads_nothing_on_the_host():
     engine = make_engine(choosers())
     with no_host_read():
         engine.module.blocks[0].chosen.add(torch.arange(PLACES, dtype=torch.float16))
@@ -86,22 +81,22 @@ def test_adding_reads_nothing_on_the_host() -> None:
     assert float(engine.step().tallied[NAMES[0]].sum()) == 24 + 10
 
 
-def _discard(engine: ShardedEngine) -> None:
+def _discard(engine):
     _backward(engine, 9)
     engine.discard_step()
 
 
-def _probe(engine: ShardedEngine) -> None:
+def _probe(engine):
     for number in range(engine.grad_accum_steps):
         _backward(engine, 9, number)
     engine.probe_loss_scale()
 
 
-def _fail_in_backward(engine: ShardedEngine) -> None:
-    def fail(grad: Tensor) -> None:
+def _fail_in_backward(engine):
+    def fail(grad):
         raise ValueError("planted")
 
-    def hook(head: nn.Module, args: object, out: Tensor) -> None:
+    def hook(head, args, out):
         out.register_hook(fail)
 
     handle = engine.module.head.register_forward_hook(hook)
@@ -110,8 +105,8 @@ def _fail_in_backward(engine: ShardedEngine) -> None:
     handle.remove()
 
 
-def _fail_in_forward(engine: ShardedEngine) -> None:
-    def fail(*_: object) -> None:
+def _fail_in_forward(engine):
+    def fail(*_):
         raise ValueError("planted")
 
     handle = engine.module.head.register_forward_pre_hook(fail)
@@ -121,20 +116,20 @@ def _fail_in_forward(engine: ShardedEngine) -> None:
     engine.discard_step()
 
 
-def _evaluate(engine: ShardedEngine) -> None:
+def _evaluate(engine):
     engine.module.eval()
     loss_of(engine, tokens_of(9))
     engine.module.train()
 
 
 @torch.no_grad()
-def _generate(engine: ShardedEngine) -> None:
+def _generate(engine):
     loss_of(engine, tokens_of(9))
 
 
 @pytest.mark.parametrize("call", [_discard, _probe, _fail_in_backward, _fail_in_forward, _evaluate, _generate])
-def test_what_is_no_part_of_a_step_leaves_no_count(call: Callable[[ShardedEngine], None]) -> None:
-    def told(disturbed: bool) -> tuple[list[float], list[list[float]]]:
+def test_what_is_no_part_of_a_step_leaves_no_count(call):
+    def told(disturbed):
         scale = HeadroomLossScale(window=4)
         engine = make_engine(choosers(), precision=Precision(torch.float16, loss_scale=scale), grad_accum_steps=2)
         if disturbed:
@@ -149,8 +144,8 @@ def test_what_is_no_part_of_a_step_leaves_no_count(call: Callable[[ShardedEngine
     assert told(True)[0] == [48.0, 48.0]
 
 
-def test_a_skipped_step_leaves_every_bit_and_its_retry_counts_once() -> None:
-    def towards_nan(value: Tensor, counts: Tensor) -> Tensor:
+def test_a_skipped_step_leaves_every_bit_and_its_retry_counts_once():
+    def towards_nan(value, counts):
         return torch.where(counts > 0, torch.nan, value) if overflows else counted_up(value, counts)
 
     overflows = False
@@ -172,8 +167,8 @@ def test_a_skipped_step_leaves_every_bit_and_its_retry_counts_once() -> None:
     assert _values(engine) == [counts.tolist() for counts in result.tallied.values()]
 
 
-def test_a_rule_may_write_what_it_gets() -> None:
-    def in_place(value: Tensor, counts: Tensor) -> Tensor:
+def test_a_rule_may_write_what_it_gets():
+    def in_place(value, counts):
         return value.add_(counts.mul_(2).add_(1))
 
     model = choosers()
@@ -189,8 +184,8 @@ def test_a_rule_may_write_what_it_gets() -> None:
 
 
 @pytest.mark.parametrize("shard", ["states", "gradients", "parameters"])
-def test_what_backward_computes_again_counts_once(shard: str) -> None:
-    def told(recompute: bool) -> list[list[float]]:
+def test_what_backward_computes_again_counts_once(shard):
+    def told(recompute):
         engine = make_engine(choosers(recompute=recompute), shard=shard)
         for step in range(2):
             _backward(engine, step)
@@ -200,7 +195,7 @@ def test_what_backward_computes_again_counts_once(shard: str) -> None:
     assert told(True) == told(False)
 
 
-def test_each_engine_moves_its_own() -> None:
+def test_each_engine_moves_its_own():
     engines = [make_engine(choosers()) for _ in range(2)]
     alone = choosers()
     losses = [loss_of(engine, tokens_of(number)) for number, engine in enumerate(engines)]
@@ -221,19 +216,19 @@ def test_each_engine_moves_its_own() -> None:
     assert not any(value.any() for value in alone.buffers())
 
 
-def _counts(tallied: Any) -> list[list[float]]:
+def _counts(tallied):
     return [tallied[name].tolist() for name in NAMES]
 
 
 @pytest.mark.uncounted
-def test_compiled_blocks_count_in_one_graph() -> None:
+def test_compiled_blocks_count_in_one_graph():
     graphs = []
 
-    def note(graph: torch.fx.GraphModule, inputs: object) -> torch.fx.GraphModule:
+    def note(graph, inputs):
         graphs.append(graph)
         return graph
 
-    def told(compiled: bool) -> list[list[list[float]]]:
+    def told(compiled):
         torch._dynamo.reset()
         model = choosers(recompute=True)
         for block in model.blocks if compiled else ():
@@ -252,12 +247,12 @@ def test_compiled_blocks_count_in_one_graph() -> None:
     assert len(graphs) == 3  # of a training forward, of its repetition in backward, and of an evaluation
 
 
-def _on_ranks(axis: str, shard: str) -> dict[str, Any]:
+def _on_ranks(axis, shard):
     topology = Topology.connect() if axis == "dp" else Topology.connect(**{axis: 2})
     model = choosers()
     engine = make_engine(model, precision=FP16, shard=shard, topology=topology, grad_accum_steps=2)
     reader = topology.readers.rank
-    told: dict[str, Any] = {"tallied": [], "values": [], "skipped": []}
+    told = {"tallied": [], "values": [], "skipped": []}
     for step in range(3):
         overflows = step == 1 and topology.world.rank == topology.world.size - 1
         for micro_batch in range(2):
@@ -269,7 +264,7 @@ def _on_ranks(axis: str, shard: str) -> dict[str, Any]:
     return told
 
 
-def _summed(ranks: int) -> list[list[list[float]]]:
+def _summed(ranks):
     """Return the counts of each step by models with the ranks' first weights, of the first step alone."""
     model = choosers().half()
     seen = _watch(model)
@@ -281,7 +276,7 @@ def _summed(ranks: int) -> list[list[list[float]]]:
 
 @pytest.mark.parametrize("axis", ["dp", "cp", "replicas"])
 @pytest.mark.parametrize("shard", ["states", "parameters"])
-def test_ranks_with_other_tokens_count_together(run_ranks, axis: str, shard: str) -> None:
+def test_ranks_with_other_tokens_count_together(run_ranks, axis, shard):
     first, second = run_ranks(_on_ranks, 2, axis, shard)
     assert first == second
     assert first["skipped"] == [False, True, False]
@@ -293,19 +288,19 @@ def test_ranks_with_other_tokens_count_together(run_ranks, axis: str, shard: str
     assert tallied.sum(2).unique().tolist() == [2 * 48.0]
 
 
-def test_tensor_parallel_ranks_see_the_same_tokens_and_count_them_once(run_ranks) -> None:
+def test_tensor_parallel_ranks_see_the_same_tokens_and_count_them_once(run_ranks):
     first, second = run_ranks(_on_ranks, 2, "tp", "states")
     assert first == second
     assert first["tallied"][0] == _summed(1)
 
 
-def test_four_ranks_that_read_and_divide_count_together(run_ranks) -> None:
+def test_four_ranks_that_read_and_divide_count_together(run_ranks):
     all_told = run_ranks(_on_ranks, 4, "cp", "states")
     assert all(told == all_told[0] for told in all_told)
     assert all_told[0]["tallied"][0] == _summed(4)
 
 
-def _other_tallies() -> str:
+def _other_tallies():
     model = choosers()
     if torch.distributed.get_rank() == 1:
         model.blocks[1].chosen = Tally(PLACES + 1, counted_up)
@@ -316,11 +311,11 @@ def _other_tallies() -> str:
     return ""
 
 
-def test_ranks_with_other_tallies_are_refused(run_ranks) -> None:
+def test_ranks_with_other_tallies_are_refused(run_ranks):
     assert all("hold different models" in told for told in run_ranks(_other_tallies, 2))
 
 
-def test_its_value_stays_fp32_and_is_zero_where_it_had_none() -> None:
+def test_its_value_stays_fp32_and_is_zero_where_it_had_none():
     tally = Tally(3, counted_up)
     values = torch.tensor([1 / 3, 2.0**-20, 40_000_001.0])
     tally.value.copy_(values)
@@ -334,7 +329,7 @@ def test_its_value_stays_fp32_and_is_zero_where_it_had_none() -> None:
     assert [*empty.state_dict()] == ["0.value"]
 
 
-def test_a_copy_and_a_pickle_count_nothing_and_an_engine_goes_when_it_is_dropped() -> None:
+def test_a_copy_and_a_pickle_count_nothing_and_an_engine_goes_when_it_is_dropped():
     model = choosers()
     engine = make_engine(model)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
@@ -348,11 +343,11 @@ def test_a_copy_and_a_pickle_count_nothing_and_an_engine_goes_when_it_is_dropped
     model.blocks[0].chosen.add(torch.ones(PLACES))  # no engine: no effect
 
 
-def _engine() -> ShardedEngine:
+def _engine():
     return make_engine(choosers(), precision=FP16)
 
 
-def _saved(folder: Path) -> list[list[float]]:
+def _saved(folder):
     engine = _engine()
     for step in range(2):
         _backward(engine, step, engine.topology.dp.rank)
@@ -363,7 +358,7 @@ def _saved(folder: Path) -> list[list[float]]:
     return _values(engine)
 
 
-def _loaded(folder: Path) -> list[list[float]]:
+def _loaded(folder):
     engine = _engine()
     checkpoint = newest_checkpoint(folder, all_or_none_of(engine))
     assert checkpoint is not None
@@ -371,14 +366,14 @@ def _loaded(folder: Path) -> list[list[float]]:
     return _values(engine)
 
 
-def test_checkpoints_hold_it_on_any_number_of_ranks(run_ranks, tmp_path: Path) -> None:
+def test_checkpoints_hold_it_on_any_number_of_ranks(run_ranks, tmp_path):
     first, second = run_ranks(_saved, 2, tmp_path)
     assert first == second
     assert sum(map(sum, first)) == 2 * 2 * 2 * 24
     assert [*run_ranks(_loaded, 3, tmp_path), _loaded(tmp_path)] == [first] * 4
 
 
-def test_full_weights_hold_it_and_load_weights_sets_it() -> None:
+def test_full_weights_hold_it_and_load_weights_sets_it():
     engine, other = _engine(), _engine()
     _backward(engine, 0)
     engine.step()
@@ -392,7 +387,7 @@ def test_full_weights_hold_it_and_load_weights_sets_it() -> None:
     assert _values(other) == _values(engine)
 
 
-def test_counts_alone_are_told_and_leave_nothing_in_the_weights() -> None:
+def test_counts_alone_are_told_and_leave_nothing_in_the_weights():
     model = choosers()
     model.blocks[1].chosen = Counts(PLACES)
     engine, seen = make_engine(model, precision=FP16), _watch(model)
@@ -405,7 +400,7 @@ def test_counts_alone_are_told_and_leave_nothing_in_the_weights() -> None:
     assert not list(model.blocks[1].chosen.buffers())
 
 
-def test_counts_of_another_shape_are_refused() -> None:
+def test_counts_of_another_shape_are_refused():
     for counts in (torch.ones(()), torch.ones(PLACES + 1), torch.ones(1, PLACES)):
         with pytest.raises(ValueError, match=r"Tally.add: counts must be of shape \(5,\), got"):
             Tally(PLACES, counted_up).add(counts)
@@ -419,14 +414,14 @@ def test_counts_of_another_shape_are_refused() -> None:
         (lambda value, counts: None, r"float32 of shape \(5,\), got None; return the next value"),
     ],
 )
-def test_a_rule_whose_result_is_no_next_value_is_refused(rule: Callable[..., Tensor], told: str) -> None:
+def test_a_rule_whose_result_is_no_next_value_is_refused(rule, told):
     model = choosers()
     model.blocks[1].chosen.rule = rule
     with pytest.raises(ValueError, match=rf"the rule of the tally blocks.1.chosen must return torch.{told}"):
         ShardedEngine(model, make_engine().optimizer, FP16, Sharding())
 
 
-def test_a_value_of_another_dtype_is_refused() -> None:
+def test_a_value_of_another_dtype_is_refused():
     model = choosers()
     model.load_state_dict({name: value.half() for name, value in model.state_dict().items()}, assign=True)
     with pytest.raises(ValueError, match=r"the value of the tally blocks.0.chosen is torch.float16, and must be"):

@@ -1,13 +1,7 @@
 """A `Files` that counts its calls and does something else at one of them."""
 
-from __future__ import annotations
-
 import os
 import signal
-from collections.abc import Callable
-from io import FileIO
-from pathlib import Path
-from typing import Any
 
 from megamix.checkpoint.folder import Files
 
@@ -32,19 +26,19 @@ class FaultyFiles(Files):
 
     begun_each = 1 << 12  # files of tests are small
 
-    def __init__(self, at: int | None = None, fault: Callable[[str, tuple[Any, ...]], None] | None = None):
+    def __init__(self, at=None, fault=None):
         self.at, self.fault = at, fault
-        self.calls: list[str] = []
+        self.calls = []
 
-    def count(self, name: str, arguments: tuple[Any, ...]) -> None:
+    def count(self, name, arguments):
         self.calls.append(name)
         if len(self.calls) - 1 == self.at:
             assert self.fault is not None
             self.fault(name, arguments)
 
 
-def _counted(name: str) -> Callable[..., Any]:
-    def call(self: FaultyFiles, *arguments: Any) -> Any:
+def _counted(name):
+    def call(self, *arguments):
         self.count(name, arguments)
         return getattr(super(FaultyFiles, self), name)(*arguments)
 
@@ -55,15 +49,15 @@ for _name in CALLS:
     setattr(FaultyFiles, _name, _counted(_name))
 
 
-def kill(name: str, arguments: tuple[Any, ...]) -> None:
+def kill(name, arguments):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def kill_in_the_middle(name: str, arguments: tuple[FileIO, memoryview]) -> None:
+def kill_in_the_middle(name, arguments):
     file, chunk = arguments
     file.write(chunk[: len(chunk) // 2])
     kill(name, arguments)
 
 
-def listing(folder: Path) -> list[str]:
+def listing(folder):
     return sorted(path.name for path in folder.iterdir())

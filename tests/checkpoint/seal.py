@@ -1,30 +1,25 @@
 """Checkpoints that no save wrote, with every checksum right."""
 
-from __future__ import annotations
-
 import json
 import zlib
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 from megamix.checkpoint.folder import MANIFEST
 
 SHARD = "rank_00000.safetensors"
 
 
-def seal(path: Path, body: bytes) -> None:
+def seal(path, body):
     """Write a manifest whose checksum is right."""
     (path / MANIFEST).write_bytes(body + b',\n"crc32":"%08x"}\n' % zlib.crc32(body))
 
 
-def body_of(path: Path) -> bytes:
+def body_of(path):
     """Return all of a manifest but its checksum."""
     text = (path / MANIFEST).read_bytes()
     return text[: text.rindex(b',\n"crc32"')]
 
 
-def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+def edit(path, change):
     """Change the manifest; all files' sizes and checksums, and its own, are right afterwards."""
     fields = json.loads(body_of(path) + b"}")
     for record in fields["files"]:

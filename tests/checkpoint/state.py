@@ -1,16 +1,11 @@
 """Engines whose state is known: every element a function of parameter, state and step alone, whatever holds it."""
 
-from __future__ import annotations
-
 import functools
 import zlib
-from collections.abc import Sequence
-from pathlib import Path
 
 import torch
-from torch import Tensor, nn
 
-from megamix import DynamicLossScale, Precision, ShardedEngine
+from megamix import DynamicLossScale, Precision
 from megamix.checkpoint.all_or_none import AllOrNone
 from megamix.checkpoint.folder import Files
 from megamix.checkpoint.load import load_or_older, newest_checkpoint
@@ -19,43 +14,38 @@ from megamix.checkpoint.save import Saver, remove_old, save
 from megamix.checkpoint.snapshot import owned_parts, take_snapshot
 from megamix.comm.collectives import Collectives
 from megamix.comm.topology import Axis
-from megamix.mixed_precision.optimizers import Optimizer
-from megamix.mixed_precision.settings import Shard
-from tests.engines import make_engine
+from tests.builders import make_engine
 
 
-def fp16_engine(
-    bucket_size: int | None = 1111, optimizer: Optimizer | None = None, model: nn.Module | None = None,
-    shard: Shard = "states",
-) -> ShardedEngine:  # fmt: skip
+def fp16_engine(bucket_size=1111, optimizer=None, model=None, shard="states"):
     precision = Precision(torch.float16, loss_scale=DynamicLossScale(2.0**10))
     return make_engine(model, optimizer, precision, shard=shard, bucket_size=bucket_size)
 
 
-def all_or_none_of(engine: ShardedEngine) -> AllOrNone:
+def all_or_none_of(engine):
     return AllOrNone(engine.world, engine.device)
 
 
-def alone() -> AllOrNone:
+def alone():
     return AllOrNone(Collectives(Axis()), torch.device("cpu"))
 
 
-def make_saver(folder: Path, all_or_none: AllOrNone, files: Files | None = None) -> Saver:
+def make_saver(folder, all_or_none, files=None):
     """Return a saver that keeps two checkpoints. A failed save raises in the thread that wrote it."""
 
-    def failed(error: Exception) -> None:
+    def failed(error):
         raise error
 
     return Saver(folder, 2, all_or_none, saved=lambda path: None, failed=failed, files=files)
 
 
 @functools.cache
-def full_value(name: str, state: str, shape: tuple[int, ...], step: int) -> Tensor:
+def full_value(name, state, shape, step):
     generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {state} {step}".encode()))
     return torch.randn(shape, generator=generator)
 
 
-def fill(engine: ShardedEngine, step: int) -> None:
+def fill(engine, step):
     """Give the engine the state of a step."""
     shapes = shapes_of(engine)
     for part in owned_parts(engine):
@@ -68,7 +58,7 @@ def fill(engine: ShardedEngine, step: int) -> None:
     engine.loss_scale.clean_steps.fill_(step + 7)
 
 
-def differences(engine: ShardedEngine, step: int) -> list[str]:
+def differences(engine, step):
     """Return the parts of the engine's state that are not bitwise those of that step."""
     shapes = shapes_of(engine)
     wrong = []
@@ -87,9 +77,9 @@ def differences(engine: ShardedEngine, step: int) -> list[str]:
     return wrong
 
 
-def shapes_of(engine: ShardedEngine) -> dict[tuple[str, str], tuple[int, ...]]:
+def shapes_of(engine):
     """Return the full shapes, by parameter and state."""
-    shapes, optimizer = dict[tuple[str, str], tuple[int, ...]](), engine.optimizer
+    shapes, optimizer = {}, engine.optimizer
     for entry in engine.plan.entries.params:
         name, shape = entry.name, entry.full_shape
         shapes |= {(name, state): shape for state in ("master", *optimizer.states(name, shape))}
@@ -97,10 +87,7 @@ def shapes_of(engine: ShardedEngine) -> dict[tuple[str, str], tuple[int, ...]]:
     return shapes
 
 
-def save_steps(
-    folder: Path, steps: Sequence[int], bucket_size: int | None = 1111, keep: int = 2, shard: Shard = "states",
-    optimizer: Optimizer | None = None,
-) -> list[str]:  # fmt: skip
+def save_steps(folder, steps, bucket_size=1111, keep=2, shard="states", optimizer=None):
     """Save the state of each step, on every rank. Return the names."""
     engine = fp16_engine(bucket_size, optimizer, shard=shard)
     names = []
@@ -115,20 +102,17 @@ def save_steps(
     return names
 
 
-def resume(folder: Path, bucket_size: int | None = 1111) -> tuple[int | None, list[str]]:
+def resume(folder, bucket_size=1111):
     """Load the newest good checkpoint, on every rank. Return its step, and the wrong parts of the state."""
     (answer,) = resume_each([folder], bucket_size)
     return answer
 
 
-def resume_each(
-    folders: Sequence[Path], bucket_size: int | None = 1111, shard: Shard = "states",
-    optimizer: Optimizer | None = None,
-) -> list[tuple[int | None, list[str]]]:  # fmt: skip
+def resume_each(folders, bucket_size=1111, shard="states", optimizer=None):
     """Do the same for several folders, one after the other into one engine."""
     engine = fp16_engine(bucket_size, optimizer, shard=shard)
     all_or_none = all_or_none_of(engine)
-    answers: list[tuple[int | None, list[str]]] = []
+    answers = []
     for folder in folders:
         fill(engine, 1)  # no folder holds this step, so what a load leaves alone is seen
         checkpoint = newest_checkpoint(folder, all_or_none)

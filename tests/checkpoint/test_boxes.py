@@ -2,8 +2,6 @@
 number of dims. A brute-force search confirms it.
 """
 
-from __future__ import annotations
-
 import math
 import random
 
@@ -15,7 +13,7 @@ from tests.conftest import FULL
 CASES = 20_000 if FULL else 1_000
 
 
-def _random_block(rng: random.Random) -> tuple[tuple[int, ...], Box]:
+def _random_block(rng):
     """Return a shape of 0 to 4 dims, and a part of it that is not empty."""
     shape = tuple(rng.randint(1, 5) for _ in range(rng.randint(0, 4)))
     offset = tuple(rng.randrange(length) for length in shape)
@@ -23,12 +21,12 @@ def _random_block(rng: random.Random) -> tuple[tuple[int, ...], Box]:
     return shape, Box(offset, size)
 
 
-def _elements(shape: tuple[int, ...], box: Box) -> np.ndarray:
+def _elements(shape, box):
     """Return the numbers of the box's elements in the full parameter, in the box's own order."""
     return np.arange(math.prod(shape)).reshape(shape)[box.slices_in(Box.whole(shape))].reshape(-1)
 
 
-def test_the_boxes_of_a_range_are_its_elements_in_order() -> None:
+def test_the_boxes_of_a_range_are_its_elements_in_order():
     rng = random.Random(0)
     for _ in range(CASES):
         shape, block = _random_block(rng)
@@ -39,7 +37,7 @@ def test_the_boxes_of_a_range_are_its_elements_in_order() -> None:
         assert len(boxes) <= max(1, 2 * (len(shape) - 1) + 1)
 
 
-def test_an_intersection_is_what_both_cover_and_is_found_in_both() -> None:
+def test_an_intersection_is_what_both_cover_and_is_found_in_both():
     rng = random.Random(1)
     for _ in range(CASES):
         shape, one = _random_block(rng)

@@ -2,27 +2,23 @@
 that a checkpoint lacks keeps its value.
 """
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from megamix import AdamW, ShardedEngine
+from megamix import AdamW
 from megamix.checkpoint.load import load, newest_checkpoint
 from megamix.checkpoint.manifest import RunRecord
 from megamix.checkpoint.save import save
 from megamix.checkpoint.snapshot import HostCopy, take_snapshot
+from tests.builders import BF16, make_engine
 from tests.checkpoint.state import all_or_none_of
-from tests.engines import BF16, make_engine
 
 
 class Counting(nn.Module):
     """A layer that counts: in FP32, in whole numbers, by row, and what nobody saves."""
 
-    def __init__(self, tallies: bool = True) -> None:
+    def __init__(self, tallies=True):
         super().__init__()
         self.inner = nn.Linear(5, 3)
         if tallies:
@@ -33,16 +29,16 @@ class Counting(nn.Module):
             self.register_buffer("none", torch.zeros(0, 4, dtype=torch.float64))
             self.register_buffer("scratch", torch.zeros(2), persistent=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.inner(x)
 
 
-def _engine(tallies: bool = True) -> ShardedEngine:
+def _engine(tallies=True):
     torch.manual_seed(0)
     return make_engine(Counting(tallies), AdamW(lr=0.1), BF16)
 
 
-def _fill(engine: ShardedEngine, rank: int) -> None:
+def _fill(engine, rank):
     held = dict(engine.module.named_buffers())
     held["tally"].copy_(torch.arange(7.0) / 3 + rank)
     held["seen"].fill_(2**40 + 1 + rank)
@@ -51,14 +47,14 @@ def _fill(engine: ShardedEngine, rank: int) -> None:
     held["scratch"].fill_(9.0)
 
 
-def _saved(folder: Path, copied: bool) -> None:
+def _saved(folder, copied):
     engine = _engine()
     _fill(engine, engine.topology.dp.rank)
     snapshot = take_snapshot(engine, RunRecord())
     save(folder, HostCopy().start(snapshot) if copied else snapshot, all_or_none_of(engine))
 
 
-def _loaded(folder: Path) -> dict[str, Tensor]:
+def _loaded(folder):
     engine = _engine()
     checkpoint = newest_checkpoint(folder, all_or_none_of(engine))
     assert checkpoint is not None
@@ -67,7 +63,7 @@ def _loaded(folder: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("copied", [False, True])
-def test_the_first_ranks_buffers_are_loaded_on_all(run_ranks, tmp_path: Path, copied: bool) -> None:
+def test_the_first_ranks_buffers_are_loaded_on_all(run_ranks, tmp_path, copied):
     run_ranks(_saved, 2, tmp_path, copied)
     first = _engine()
     _fill(first, 0)
@@ -77,7 +73,7 @@ def test_the_first_ranks_buffers_are_loaded_on_all(run_ranks, tmp_path: Path, co
         assert all(torch.equal(held[name], want[name]) for name in want)
 
 
-def test_a_buffer_that_was_not_saved_stays_and_one_that_is_unknown_is_refused(tmp_path: Path) -> None:
+def test_a_buffer_that_was_not_saved_stays_and_one_that_is_unknown_is_refused(tmp_path):
     without, engine = _engine(tallies=False), _engine()
     all_or_none = all_or_none_of(engine)
     save(tmp_path / "without", take_snapshot(without, RunRecord()), all_or_none)
@@ -94,7 +90,7 @@ def test_a_buffer_that_was_not_saved_stays_and_one_that_is_unknown_is_refused(tm
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.float8_e4m3fn])
-def test_a_dtype_that_no_checkpoint_holds_is_refused_with_the_buffer(dtype: torch.dtype) -> None:
+def test_a_dtype_that_no_checkpoint_holds_is_refused_with_the_buffer(dtype):
     model = Counting()
     model.register_buffer("turns", torch.ones(2).to(dtype))
     with pytest.raises(ValueError, match=rf"buffer turns is {dtype}, .*register_buffer\(..., persistent=False\)"):

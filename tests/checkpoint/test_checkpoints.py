@@ -3,12 +3,10 @@ all ranks before a byte is written. A failed save raises, one beside training in
 checkpoints begins a run; one with only damaged checkpoints, or with a newer checkpoint that was not loaded, is refused.
 """
 
-from __future__ import annotations
-
 import math
 from functools import reduce
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 
@@ -20,7 +18,7 @@ from megamix.mixed_precision.settings import Shard
 from tests.checkpoint.state import differences, fill, fp16_engine
 
 
-def _at(step: int, folder: Path, shard: Shard = "states") -> Checkpoints:
+def _at(step, folder, shard="states"):
     engine = fp16_engine(shard=shard)
     fill(engine, step)
     return Checkpoints(engine, folder)
@@ -28,7 +26,7 @@ def _at(step: int, folder: Path, shard: Shard = "states") -> Checkpoints:
 
 @pytest.mark.parametrize("shard", get_args(Shard))
 @pytest.mark.parametrize("beside", [False, True])
-def test_a_program_gets_back_what_it_saved(beside: bool, shard: Shard, tmp_path: Path) -> None:
+def test_a_program_gets_back_what_it_saved(beside, shard, tmp_path):
     folder = tmp_path / "not/there/yet"
     saving = _at(3, folder, shard)
     assert saving.load() is None
@@ -39,9 +37,7 @@ def test_a_program_gets_back_what_it_saved(beside: bool, shard: Shard, tmp_path:
     assert differences(engine, 3) == []
 
 
-def test_a_save_that_fails_is_raised_once_and_the_next_one_may_succeed(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_save_that_fails_is_raised_once_and_the_next_one_may_succeed(monkeypatch, tmp_path):
     checkpoints = _at(3, tmp_path)
     monkeypatch.setattr(Files, "free_space", lambda *_: 0)
     with pytest.raises(OSError, match=r"0 MiB are free"):
@@ -55,7 +51,7 @@ def test_a_save_that_fails_is_raised_once_and_the_next_one_may_succeed(
     assert checkpoints.load() == {"step": 3}
 
 
-def test_two_objects_of_one_folder_wait_for_each_other_s_saves(tmp_path: Path) -> None:
+def test_two_objects_of_one_folder_wait_for_each_other_s_saves(tmp_path):
     two = _at(3, tmp_path), _at(3, tmp_path)
     for number in range(6):
         two[number % 2].save({"number": number}, beside=True)
@@ -64,7 +60,7 @@ def test_two_objects_of_one_folder_wait_for_each_other_s_saves(tmp_path: Path) -
         checkpoints.wait()
 
 
-def test_damaged_checkpoints_are_no_beginning(tmp_path: Path) -> None:
+def test_damaged_checkpoints_are_no_beginning(tmp_path):
     checkpoints = _at(3, tmp_path / "run")
     checkpoints.save({"step": 3})
     (file,) = tmp_path.glob("run/*/rank_*.safetensors")
@@ -75,7 +71,7 @@ def test_damaged_checkpoints_are_no_beginning(tmp_path: Path) -> None:
         checkpoints.load()
 
 
-def _nested(depth: int) -> list[Any]:
+def _nested(depth):
     return reduce(lambda inner, _: [inner], range(depth), [])
 
 
@@ -93,7 +89,7 @@ def _nested(depth: int) -> list[Any]:
     ],
     ids=["inf", "nan within", "key", "tuple", "digits", "surrogate", "nested", "nested deeper"],
 )
-def test_what_a_load_would_not_give_back_is_not_saved(progress: Any, message: str, tmp_path: Path) -> None:
+def test_what_a_load_would_not_give_back_is_not_saved(progress, message, tmp_path):
     with pytest.raises(ValueError, match=r"^progress\.") as refusal:
         _at(3, tmp_path / "run").save(progress)
     line = str(refusal.value)
@@ -101,7 +97,7 @@ def test_what_a_load_would_not_give_back_is_not_saved(progress: Any, message: st
     assert not (tmp_path / "run").exists()
 
 
-def test_the_edge_of_what_a_load_gives_back(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_edge_of_what_a_load_gives_back(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     checkpoints = _at(3, Path("run"))
     (tmp_path / "elsewhere").mkdir()
@@ -112,7 +108,7 @@ def test_the_edge_of_what_a_load_gives_back(monkeypatch: pytest.MonkeyPatch, tmp
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["step_00000003"]
 
 
-def test_a_newer_checkpoint_that_was_not_loaded_stops_a_save(tmp_path: Path) -> None:
+def test_a_newer_checkpoint_that_was_not_loaded_stops_a_save(tmp_path):
     _at(5, tmp_path).save({"old": 5})
     forgot = _at(2, tmp_path)
     with pytest.raises(ValueError, match=r"has a checkpoint of 5 updates, this engine has made 2; call load\(\) first"):
@@ -124,7 +120,7 @@ def test_a_newer_checkpoint_that_was_not_loaded_stops_a_save(tmp_path: Path) -> 
     later.save({"back": 1})  # its own checkpoints are no obstacle
 
 
-def _told(folder: Path) -> list[str]:
+def _told(folder):
     engine = fp16_engine()
     rank = engine.topology.world.rank
     fill(engine, 2)
@@ -144,7 +140,7 @@ def _told(folder: Path) -> list[str]:
     return told
 
 
-def test_all_ranks_learn_alike_that_a_save_is_refused(run_ranks, tmp_path: Path) -> None:
+def test_all_ranks_learn_alike_that_a_save_is_refused(run_ranks, tmp_path):
     for told in run_ranks(_told, 2, tmp_path / "run"):
         assert told == [
             "progress.seen: nan is no JSON number; write None",
@@ -154,7 +150,7 @@ def test_all_ranks_learn_alike_that_a_save_is_refused(run_ranks, tmp_path: Path)
         ]
 
 
-def _save_alone(folder: Path, call: str) -> str:
+def _save_alone(folder, call):
     checkpoints = Checkpoints(fp16_engine(), folder, timeout_s=1.0)
     if checkpoints._all_or_none.rank:
         return ""
@@ -164,12 +160,12 @@ def _save_alone(folder: Path, call: str) -> str:
 
 
 @pytest.mark.parametrize("call", ["save", "load"])
-def test_a_rank_that_calls_alone_is_told_that_every_rank_must(run_ranks, call: str, tmp_path: Path) -> None:
+def test_a_rank_that_calls_alone_is_told_that_every_rank_must(run_ranks, call, tmp_path):
     told = run_ranks(_save_alone, 2, tmp_path, call)[0]
     assert told == f"in Checkpoints.{call}(): every rank must call it, so take it out of any `if rank == 0:`"
 
 
-def test_what_wants_a_model_says_that_the_library_s_checkpoint_has_none(tmp_path: Path) -> None:
+def test_what_wants_a_model_says_that_the_library_s_checkpoint_has_none(tmp_path):
     engine = fp16_engine()
     Checkpoints(engine, tmp_path / "mine").save({})
     with pytest.raises(ValueError, match=r"is a checkpoint of the library, without \[model\]; `megamix checkpoint"):

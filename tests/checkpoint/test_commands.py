@@ -2,8 +2,6 @@
 unfinished checkpoints and use no damaged one; a stray file does not stop them.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -14,15 +12,15 @@ import pytest
 from megamix.checkpoint.folder import checkpoints
 from megamix.cli import main
 from megamix.run.run_folder import folder_problems
+from tests.builders import tiny_job
 from tests.checkpoint.state import save_steps
-from tests.train.jobs import tiny_job
 
 OLDER, NEWER = "step_00000001", "step_00000002"
 FILES = ("manifest.json", "rank_00000.safetensors", "rank_00001.safetensors")
 
 
 @pytest.fixture(scope="module")
-def ready(run_ranks, tmp_path_factory) -> Path:
+def ready(run_ranks, tmp_path_factory):
     """Save a run with two checkpoints of two ranks."""
     run = tmp_path_factory.mktemp("ready")
     run_ranks(save_steps, 2, run / "checkpoints", [1, 2])
@@ -30,18 +28,18 @@ def ready(run_ranks, tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def run(ready: Path, tmp_path: Path) -> Path:
+def run(ready, tmp_path):
     """Return a copy of the run, to be damaged."""
     return Path(shutil.copytree(ready, tmp_path / "run"))
 
 
-def _flip(path: Path) -> None:
+def _flip(path):
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
 
 
-def test_ls_shows_every_checkpoint_and_how_far_it_can_be_trusted(run: Path, capsys) -> None:
+def test_ls_shows_every_checkpoint_and_how_far_it_can_be_trusted(run, capsys):
     folder = run / "checkpoints"
     shutil.copytree(folder / OLDER, folder / f"{OLDER}.1")
     os.truncate(folder / f"{OLDER}.1" / FILES[1], 1000)
@@ -75,7 +73,7 @@ def test_ls_shows_every_checkpoint_and_how_far_it_can_be_trusted(run: Path, caps
 STRAYS = ("step_00000003", f"{OLDER}.damaged-x", "step_7.partial-x", "notes.txt")
 
 
-def test_a_file_that_bears_a_checkpoint_s_name_stops_nothing_and_stays(run: Path, run_ranks, tmp_path, capsys) -> None:
+def test_a_file_that_bears_a_checkpoint_s_name_stops_nothing_and_stays(run, run_ranks, tmp_path, capsys):
     folder = run / "checkpoints"
     assert main(["checkpoint", "ls", str(run)]) == 0
     printed = capsys.readouterr().out
@@ -95,7 +93,7 @@ def test_a_file_that_bears_a_checkpoint_s_name_stops_nothing_and_stays(run: Path
     assert folder_problems(config) == []
 
 
-def test_verify_reads_every_byte_of_all_or_of_one(run: Path, capsys) -> None:
+def test_verify_reads_every_byte_of_all_or_of_one(run, capsys):
     assert main(["checkpoint", "verify", str(run)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(": ")[0] for line in lines] == [NEWER, OLDER]
@@ -106,7 +104,7 @@ def test_verify_reads_every_byte_of_all_or_of_one(run: Path, capsys) -> None:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_verify_names_the_damaged_file_and_fails(run: Path, capsys, name: str) -> None:
+def test_verify_names_the_damaged_file_and_fails(run, capsys, name):
     hurt = run / "checkpoints" / NEWER
     _flip(hurt / name)
     for path, good in ((run, [OLDER]), (hurt, [])):
@@ -118,7 +116,7 @@ def test_verify_names_the_damaged_file_and_fails(run: Path, capsys, name: str) -
         assert problem.startswith(f"  {hurt / name}: its checksum ")
 
 
-def test_no_command_uses_what_is_damaged(run: Path, tmp_path: Path, capsys) -> None:
+def test_no_command_uses_what_is_damaged(run, tmp_path, capsys):
     older, newer = run / "checkpoints" / OLDER, run / "checkpoints" / NEWER
     _flip(newer / FILES[2])
     output = tmp_path / "out"
@@ -129,7 +127,7 @@ def test_no_command_uses_what_is_damaged(run: Path, tmp_path: Path, capsys) -> N
     assert not output.exists()
 
 
-def test_a_wrong_path_is_told_with_the_right_one(run: Path, tmp_path: Path, capsys) -> None:
+def test_a_wrong_path_is_told_with_the_right_one(run, tmp_path, capsys):
     newer = str(run / "checkpoints" / NEWER)
     empty = tmp_path / "empty"
     (empty / "checkpoints").mkdir(parents=True)

@@ -2,13 +2,9 @@
 and none of a damaged source; `megamix checkpoint copy` makes it.
 """
 
-from __future__ import annotations
-
 import errno
 import shutil
-from io import FileIO
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -23,22 +19,22 @@ NAME = "step_00000002"
 
 
 @pytest.fixture
-def source(tmp_path: Path) -> Path:
+def source(tmp_path):
     save_steps(tmp_path / "checkpoints", [1, 2])
     return tmp_path / "checkpoints" / NAME
 
 
 @pytest.fixture
-def target(tmp_path: Path) -> Path:
+def target(tmp_path):
     (tmp_path / "copies").mkdir()
     return tmp_path / "copies"
 
 
-def _content(path: Path) -> dict[str, bytes]:
+def _content(path):
     return {file.name: file.read_bytes() for file in path.iterdir()}
 
 
-def test_a_copy_is_the_source_and_a_second_one_writes_nothing(source: Path, target: Path) -> None:
+def test_a_copy_is_the_source_and_a_second_one_writes_nothing(source, target):
     assert copy_checkpoint(source, target) == target / NAME
     assert _content(target / NAME) == _content(source)
     assert resume(target) == (2, [])
@@ -47,14 +43,12 @@ def test_a_copy_is_the_source_and_a_second_one_writes_nothing(source: Path, targ
     assert files.calls == []
 
 
-def test_a_kill_at_any_call_leaves_whole_copies_and_the_next_copy_removes_the_rest(
-    source: Path, target: Path, tmp_path: Path
-) -> None:
+def test_a_kill_at_any_call_leaves_whole_copies_and_the_next_copy_removes_the_rest(source, target, tmp_path):
     copy_checkpoint(source.with_name("step_00000001"), target)
-    killed: list[Path] = []
+    killed = []
 
     class Watched(FaultyFiles):
-        def count(self, name: str, arguments: tuple[Any, ...]) -> None:
+        def count(self, name, arguments):
             killed.append(Path(shutil.copytree(target, tmp_path / f"killed_{len(killed)}")))  # as a kill would leave it
             super().count(name, arguments)
 
@@ -68,8 +62,8 @@ def test_a_kill_at_any_call_leaves_whole_copies_and_the_next_copy_removes_the_re
         assert listing(folder) == ["step_00000001", NAME], call
 
 
-def test_a_disk_that_fails_at_any_call_leaves_no_part(source: Path, target: Path) -> None:
-    def full(name: str, arguments: tuple[Any, ...]) -> None:
+def test_a_disk_that_fails_at_any_call_leaves_no_part(source, target):
+    def full(name, arguments):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     files = FaultyFiles()
@@ -82,9 +76,9 @@ def test_a_disk_that_fails_at_any_call_leaves_no_part(source: Path, target: Path
         assert listing(target) == [], call
 
 
-def test_a_copy_that_has_no_room_is_not_begun(source: Path, target: Path) -> None:
+def test_a_copy_that_has_no_room_is_not_begun(source, target):
     class Full(Files):
-        def free_space(self, path: Path) -> int:
+        def free_space(self, path):
             return 1000
 
     with pytest.raises(OSError, match="a checkpoint takes 0 MiB, 0 MiB are free"):
@@ -92,9 +86,9 @@ def test_a_copy_that_has_no_room_is_not_begun(source: Path, target: Path) -> Non
     assert listing(target) == []
 
 
-def test_a_damaged_source_and_a_disk_that_stores_other_bytes_make_no_copy(source: Path, target: Path) -> None:
+def test_a_damaged_source_and_a_disk_that_stores_other_bytes_make_no_copy(source, target):
     class Lies(Files):
-        def write(self, file: FileIO, chunk: memoryview) -> None:
+        def write(self, file, chunk):
             super().write(file, memoryview(bytes(chunk[:-1]) + bytes([chunk[-1] ^ 1])))
 
     with pytest.raises(OSError, match="the copy is not what was written"):
@@ -106,7 +100,7 @@ def test_a_damaged_source_and_a_disk_that_stores_other_bytes_make_no_copy(source
     assert listing(target) == []
 
 
-def test_another_checkpoint_of_the_same_update_keeps_its_name(source: Path, target: Path, tmp_path: Path) -> None:
+def test_another_checkpoint_of_the_same_update_keeps_its_name(source, target, tmp_path):
     save_steps(source.parent, [2], bucket_size=None)
     again = source.with_name(f"{NAME}.1")
     assert copy_checkpoint(again, target) == target / again.name, "the newer one comes first, under its own name"
@@ -116,7 +110,7 @@ def test_another_checkpoint_of_the_same_update_keeps_its_name(source: Path, targ
     assert _content(target / NAME) == _content(source)
 
 
-def test_the_verb_copies_a_run_both_ways_and_tells_what_is_damaged(source: Path, tmp_path: Path, capsys) -> None:
+def test_the_verb_copies_a_run_both_ways_and_tells_what_is_damaged(source, tmp_path, capsys):
     run, copies = source.parents[1], tmp_path / "far/mine"
     assert main(["checkpoint", "copy", str(run), str(copies)]) == 0
     lines = capsys.readouterr().out.splitlines()

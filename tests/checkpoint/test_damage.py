@@ -2,16 +2,12 @@
 refused with the file's name on every rank, and the older checkpoint is loaded; no good file is refused.
 """
 
-from __future__ import annotations
-
 import errno
 import logging
 import os
 import random
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,7 +16,6 @@ from megamix.checkpoint.folder import Files
 from megamix.checkpoint.load import load_or_older, newest_checkpoint
 from megamix.checkpoint.snapshot import owned_parts
 from megamix.checkpoint.verify import read_checkpoint, verify_checkpoint
-from megamix.mixed_precision.engine import ShardedEngine
 from tests.checkpoint.faults import listing
 from tests.checkpoint.state import alone, differences, fill, fp16_engine, resume, save_steps
 from tests.conftest import FULL
@@ -31,14 +26,14 @@ FILES = ("manifest.json", "rank_00000.safetensors", "rank_00001.safetensors")
 
 
 @pytest.fixture(scope="module")
-def ready(run_ranks, tmp_path_factory) -> Path:
+def ready(run_ranks, tmp_path_factory):
     """Save two checkpoints of two ranks."""
     folder = tmp_path_factory.mktemp("ready") / "checkpoints"
     run_ranks(save_steps, 2, folder, [1, 2])
     return folder
 
 
-def refuses(ready: Path, folder: Path, hurt: Callable[[Path], None], named: str, caplog) -> None:
+def refuses(ready, folder, hurt, named, caplog):
     """Damage the newer checkpoint of a copy: it is refused in one line that names the file, and the older one loads."""
     shutil.copytree(ready, folder)
     hurt(folder / NEWER)
@@ -52,14 +47,14 @@ def refuses(ready: Path, folder: Path, hurt: Callable[[Path], None], named: str,
     shutil.rmtree(folder)
 
 
-def _flip(path: Path, bit: int) -> None:
+def _flip(path, bit):
     content = bytearray(path.read_bytes())
     content[bit // 8] ^= 1 << bit % 8
     path.write_bytes(content)
 
 
 @pytest.mark.uncounted
-def test_one_wrong_bit_anywhere_is_found(ready: Path, tmp_path: Path, caplog) -> None:
+def test_one_wrong_bit_anywhere_is_found(ready, tmp_path, caplog):
     rng = random.Random(0)
     for number in range(FLIPS):
         name = FILES[number % len(FILES)]
@@ -68,31 +63,31 @@ def test_one_wrong_bit_anywhere_is_found(ready: Path, tmp_path: Path, caplog) ->
 
 
 @pytest.mark.uncounted
-def test_a_file_that_ends_early_is_found(ready: Path, tmp_path: Path, caplog) -> None:
+def test_a_file_that_ends_early_is_found(ready, tmp_path, caplog):
     rng = random.Random(1)
     for number in range(TRUNCATIONS):
         name = FILES[number % len(FILES)]
         size = (ready / NEWER / name).stat().st_size
         length = (0, size - 1, rng.randrange(size))[number % 3]
 
-        def truncate(path: Path, name: str = name, length: int = length) -> None:
+        def truncate(path, name=name, length=length):
             (path / name).write_bytes((path / name).read_bytes()[:length])
 
         refuses(ready, tmp_path / "copy", truncate, name, caplog)
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_file_that_is_gone_is_found(ready: Path, tmp_path: Path, caplog, name: str) -> None:
+def test_a_file_that_is_gone_is_found(ready, tmp_path, caplog, name):
     refuses(ready, tmp_path / "copy", lambda path: (path / name).unlink(), name, caplog)
 
 
 @pytest.mark.parametrize("name", FILES[1:])
-def test_a_file_of_another_step_is_found(ready: Path, tmp_path: Path, caplog, name: str) -> None:
+def test_a_file_of_another_step_is_found(ready, tmp_path, caplog, name):
     refuses(ready, tmp_path / "copy", lambda path: shutil.copy(ready / OLDER / name, path / name), name, caplog)
 
 
-def test_files_that_changed_places_are_found(ready: Path, tmp_path: Path, caplog) -> None:
-    def swap(path: Path) -> None:
+def test_files_that_changed_places_are_found(ready, tmp_path, caplog):
+    def swap(path):
         one, other = (path / name for name in FILES[1:])
         one.rename(path / "aside")
         other.rename(one)
@@ -102,14 +97,14 @@ def test_files_that_changed_places_are_found(ready: Path, tmp_path: Path, caplog
 
 
 @pytest.mark.uncounted
-def test_a_good_checkpoint_is_never_refused(ready: Path) -> None:
+def test_a_good_checkpoint_is_never_refused(ready):
     for _ in range(CLEAN):
         assert resume(ready) == (2, [])
         assert verify_checkpoint(ready / OLDER).manifest.applied_updates == 1
     assert listing(ready) == [OLDER, NEWER]
 
 
-def _newest_loads_as(folder: Path, engine: ShardedEngine, hurt: Callable[[Path], None]) -> str | None:
+def _newest_loads_as(folder, engine, hurt):
     """Damage the newest checkpoint after its headers were found good. Return the name of the one that is loaded."""
     checkpoint = newest_checkpoint(folder, alone())
     assert checkpoint is not None
@@ -119,11 +114,11 @@ def _newest_loads_as(folder: Path, engine: ShardedEngine, hurt: Callable[[Path],
 
 
 @pytest.mark.parametrize("length", [1, -1, -3, -10_000])
-def test_a_file_that_is_cut_once_its_header_is_read_is_found(ready: Path, tmp_path: Path, length: int, caplog) -> None:
+def test_a_file_that_is_cut_once_its_header_is_read_is_found(ready, tmp_path, length, caplog):
     shutil.copytree(ready, tmp_path / "copy")
     engine = fp16_engine()
 
-    def cut(path: Path) -> None:
+    def cut(path):
         file = path / FILES[1]
         os.truncate(file, length % file.stat().st_size)
 
@@ -133,7 +128,7 @@ def test_a_file_that_is_cut_once_its_header_is_read_is_found(ready: Path, tmp_pa
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_what_one_rank_finds_all_ranks_refuse(run_ranks, ready: Path, tmp_path: Path, name: str) -> None:
+def test_what_one_rank_finds_all_ranks_refuse(run_ranks, ready, tmp_path, name):
     for size in (2, 3):  # as many ranks as files, and one more, which verifies none
         folder = tmp_path / str(size)
         shutil.copytree(ready, folder)
@@ -141,8 +136,8 @@ def test_what_one_rank_finds_all_ranks_refuse(run_ranks, ready: Path, tmp_path: 
         assert run_ranks(resume, size, folder) == [(1, [])] * size
 
 
-def test_a_damaged_one_that_cannot_be_set_aside_is_passed_over(ready: Path, monkeypatch) -> None:
-    def rename(path: Path, target: Path) -> None:
+def test_a_damaged_one_that_cannot_be_set_aside_is_passed_over(ready, monkeypatch):
+    def rename(path, target):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     monkeypatch.setattr(Files, "rename", rename)
@@ -155,7 +150,7 @@ def test_a_damaged_one_that_cannot_be_set_aside_is_passed_over(ready: Path, monk
     assert listing(ready) == [OLDER, NEWER]
 
 
-def test_where_none_is_good_there_is_none_and_nothing_damaged_can_train_on(ready: Path, tmp_path: Path) -> None:
+def test_where_none_is_good_there_is_none_and_nothing_damaged_can_train_on(ready, tmp_path):
     folder, engine = tmp_path / "copy", fp16_engine()
     shutil.copytree(ready, folder)
     fill(engine, 5)

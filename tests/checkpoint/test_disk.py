@@ -2,8 +2,6 @@
 with one line; older checkpoints still load.
 """
 
-from __future__ import annotations
-
 import errno
 import itertools
 import logging
@@ -12,9 +10,7 @@ import random
 import resource
 import shutil
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -30,22 +26,22 @@ from tests.conftest import FULL
 PLACES = 5 if FULL else 2  # faults of each kind on each rank
 
 
-def _full(name: str, arguments: tuple[Any, ...]) -> None:
+def _full(name, arguments):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def _read_only(name: str, arguments: tuple[Any, ...]) -> None:
+def _read_only(name, arguments):
     raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
 
-def _gone(name: str, arguments: tuple[Any, ...]) -> None:
+def _gone(name, arguments):
     raise OSError(errno.ENOENT, os.strerror(errno.ENOENT))
 
 
 KINDS = (_full, _read_only, _gone)
 
 
-def _save_step_3(folder: Path, faults: list[tuple[int, int, Callable[..., None]]]) -> list[tuple[str, list[str]]]:
+def _save_step_3(folder, faults):
     """Try a save once per fault, (rank, call, what happens). Return each error, and the folder's content after it."""
     engine = fp16_engine()
     fill(engine, 3)
@@ -60,7 +56,7 @@ def _save_step_3(folder: Path, faults: list[tuple[int, int, Callable[..., None]]
     return outcomes
 
 
-def _calls(folder: Path) -> list[str]:
+def _calls(folder):
     """Return the calls of a save that works."""
     engine = fp16_engine()
     fill(engine, 3)
@@ -69,7 +65,7 @@ def _calls(folder: Path) -> list[str]:
     return files.calls
 
 
-def test_a_save_that_fails_on_one_rank_fails_on_all_and_costs_nothing(run_ranks, tmp_path: Path) -> None:
+def test_a_save_that_fails_on_one_rank_fails_on_all_and_costs_nothing(run_ranks, tmp_path):
     folder = tmp_path / "checkpoints"
     run_ranks(save_steps, 2, folder, [1, 2])
     shutil.copytree(folder, tmp_path / "counted")
@@ -95,7 +91,7 @@ def test_a_save_that_fails_on_one_rank_fails_on_all_and_costs_nothing(run_ranks,
     assert run_ranks(save_steps, 2, folder, [4]) == [["step_00000004"]] * 2
 
 
-def _save_within(folder: Path, rank: int, largest: int) -> str:
+def _save_within(folder, rank, largest):
     """Save with files on one rank limited to `largest` bytes by the system itself."""
     engine = fp16_engine()
     fill(engine, 3)
@@ -113,7 +109,7 @@ def _save_within(folder: Path, rank: int, largest: int) -> str:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_file_that_must_not_grow_is_named(run_ranks, tmp_path: Path, rank: int) -> None:
+def test_a_file_that_must_not_grow_is_named(run_ranks, tmp_path, rank):
     folder = tmp_path / "checkpoints"
     run_ranks(save_steps, 2, folder, [1, 2])
     told = run_ranks(_save_within, 2, folder, rank, 5000)
@@ -125,14 +121,14 @@ def test_a_file_that_must_not_grow_is_named(run_ranks, tmp_path: Path, rank: int
 
 
 class _Free(Files):
-    def __init__(self, free: int):
+    def __init__(self, free):
         self.free = free
 
-    def free_space(self, path: Path) -> int:
+    def free_space(self, path):
         return self.free
 
 
-def test_a_save_that_cannot_fit_is_not_begun(tmp_path: Path) -> None:
+def test_a_save_that_cannot_fit_is_not_begun(tmp_path):
     save_steps(tmp_path, [1, 2])
     engine = fp16_engine()
     fill(engine, 3)
@@ -144,17 +140,17 @@ def test_a_save_that_cannot_fit_is_not_begun(tmp_path: Path) -> None:
     assert listing(tmp_path) == ["step_00000001", "step_00000002", "step_00000003"]
 
 
-def test_what_is_asked_for_is_never_less_than_what_is_written(tmp_path: Path) -> None:
+def test_what_is_asked_for_is_never_less_than_what_is_written(tmp_path):
     save_steps(tmp_path, [3])
     snapshot = take_snapshot(fp16_engine(), RunRecord())
     written = sum(file.stat().st_size for file in (tmp_path / "step_00000003").iterdir())
     assert written <= snapshot.largest_size
 
 
-def test_an_old_checkpoint_that_cannot_be_removed_is_told(tmp_path: Path, caplog) -> None:
+def test_an_old_checkpoint_that_cannot_be_removed_is_told(tmp_path, caplog):
     save_steps(tmp_path / "ready", [1, 2, 3], keep=3)
 
-    def remove_with(files: FaultyFiles) -> None:
+    def remove_with(files):
         shutil.rmtree(tmp_path / "copy", ignore_errors=True)
         shutil.copytree(tmp_path / "ready", tmp_path / "copy")
         remove_old(tmp_path / "copy", 2, tmp_path / "copy" / "step_00000003", files)
@@ -172,7 +168,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_told(tmp_path: Path, caplog
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
-def test_a_real_disk_that_is_full_or_read_only(tmp_path: Path) -> None:
+def test_a_real_disk_that_is_full_or_read_only(tmp_path):
     folder = Path(tempfile.mkdtemp(dir=tmp_path))
     if os.system(f"mount -t tmpfs -o size=4m megamix-test {folder} 2>/dev/null"):
         pytest.skip("mounting is not allowed here")

@@ -1,14 +1,9 @@
 """`megamix checkpoint export --to dcp`: torch loads the saved state, whatever ranks saved it."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
@@ -20,28 +15,26 @@ from megamix.checkpoint.save import save
 from megamix.checkpoint.snapshot import take_snapshot
 from megamix.checkpoint.verify import verify_checkpoint
 from megamix.cli import main
+from tests.builders import make_model
 from tests.checkpoint.faults import listing
 from tests.checkpoint.state import all_or_none_of, fill, fp16_engine, full_value, save_steps
-from tests.distributed.models import make_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # by dcp.load: that it is one process
 
 
 @pytest.fixture(scope="module")
-def ready(run_ranks, tmp_path_factory) -> Path:
+def ready(run_ranks, tmp_path_factory):
     """Save the checkpoint of step 3 by two ranks."""
     folder = tmp_path_factory.mktemp("ready") / "checkpoints"
     run_ranks(save_steps, 2, folder, [3])
     return folder / "step_00000003"
 
 
-def _want(name: str, state: str, like: Tensor) -> Tensor:
+def _want(name, state, like):
     return full_value(name, state, tuple(like.shape), 3)
 
 
-def test_torch_loads_model_and_optimizer_as_they_were_saved(
-    ready: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
-) -> None:
+def test_torch_loads_model_and_optimizer_as_they_were_saved(ready, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(boxes, "_LARGEST_SUB_BOX", 100)  # so that a parameter is several chunks
     output = tmp_path / "new" / "out"
     run = ready.parents[1]  # a run stands for its newest checkpoint
@@ -66,7 +59,7 @@ def test_torch_loads_model_and_optimizer_as_they_were_saved(
             assert torch.equal(state[key], _want(name, key, param)), (key, name)
 
 
-def test_torch_s_converter_finds_the_nested_names(ready: Path, tmp_path: Path) -> None:
+def test_torch_s_converter_finds_the_nested_names(ready, tmp_path):
     export_dcp(verify_checkpoint(ready), tmp_path / "out")
     dcp_to_torch_save(tmp_path / "out", tmp_path / "out.pt")
     loaded = torch.load(tmp_path / "out.pt", weights_only=True)
@@ -76,17 +69,17 @@ def test_torch_s_converter_finds_the_nested_names(ready: Path, tmp_path: Path) -
 
 
 class _Scalar(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.gain = nn.Parameter(torch.ones(()))
 
 
-def test_a_scalar_and_another_optimizer_go_the_same_way(tmp_path: Path) -> None:
+def test_a_scalar_and_another_optimizer_go_the_same_way(tmp_path):
     engine = fp16_engine(model=_Scalar(), optimizer=NAG(lr=0.1))
     fill(engine, 3)
     path = save(tmp_path / "checkpoints", take_snapshot(engine, RunRecord()), all_or_none_of(engine))
     export_dcp(verify_checkpoint(path), tmp_path / "out")
-    got: dict[str, Any] = {"model": {"gain": torch.zeros(())}}
+    got = {"model": {"gain": torch.zeros(())}}
     got["optimizer"] = {"state": {"gain": {"momentum_buffer": torch.zeros(())}}}
     dcp.load(got, checkpoint_id=tmp_path / "out")
     assert torch.equal(got["model"]["gain"], full_value("gain", "master", (), 3))
@@ -94,8 +87,8 @@ def test_a_scalar_and_another_optimizer_go_the_same_way(tmp_path: Path) -> None:
     assert torch.equal(state["momentum_buffer"], full_value("gain", "momentum_buffer", (), 3))
 
 
-def test_what_cannot_be_written_leaves_nothing(ready: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(self: verify.BoxReader, *place: object) -> Tensor:
+def test_what_cannot_be_written_leaves_nothing(ready, tmp_path, monkeypatch):
+    def full(self, *place):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(verify.BoxReader, "read", full)

@@ -2,25 +2,19 @@
 checkpoint leaves them out; those that an earlier version kept beside its checkpoints are loaded, too.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from megamix import Checkpoints, Precision, ShardedEngine
+from megamix import Checkpoints, Precision
 from megamix.checkpoint.folder import checkpoints
 from megamix.checkpoint.snapshot import frozen_params
+from tests.builders import make_engine, make_model
 from tests.checkpoint.seal import edit
-from tests.distributed.models import TinyModel, make_model
-from tests.engines import make_engine
 
 
-def _engine(seed: int = 0, dtype: torch.dtype = torch.bfloat16, change: Callable[[TinyModel], object] | None = None):
+def _engine(seed=0, dtype=torch.bfloat16, change=None):
     """Return an engine with a frozen table, drawn by the seed, and a frozen norm inside a wrapped block."""
     model = make_model(tied=False)
     torch.manual_seed(seed)
@@ -33,11 +27,11 @@ def _engine(seed: int = 0, dtype: torch.dtype = torch.bfloat16, change: Callable
     return make_engine(model, precision=Precision(dtype))
 
 
-def _table(engine: ShardedEngine) -> Tensor:
+def _table(engine):
     return engine.module.embedding.weight.detach().clone()
 
 
-def test_frozen_values_are_saved_and_loaded_back(tmp_path: Path) -> None:
+def test_frozen_values_are_saved_and_loaded_back(tmp_path):
     engine, other = _engine(), _engine(seed=1)
     Checkpoints(engine, tmp_path).save({"step": 1}, beside=True)
     assert Checkpoints(other, tmp_path).load() == {"step": 1}
@@ -47,7 +41,7 @@ def test_frozen_values_are_saved_and_loaded_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kept", [False, True])
-def test_without_frozen_they_stay_as_the_model_has_them(kept: bool, tmp_path: Path, caplog) -> None:
+def test_without_frozen_they_stay_as_the_model_has_them(kept, tmp_path, caplog):
     """A user of a large base that each run builds alike."""
     Checkpoints(_engine(), tmp_path, frozen=kept).save({})
     other = _engine(seed=1)
@@ -61,42 +55,39 @@ def test_without_frozen_they_stay_as_the_model_has_them(kept: bool, tmp_path: Pa
     ("change", "message"),
     [
         (lambda model: delattr(model, "index"), "unknown index"),
-        (
-            lambda model: setattr(model.embedding, "weight", nn.Parameter(_flat(model), False)),
-            "embedding.weight",
-        ),
+        (lambda model: setattr(model.embedding, "weight", nn.Parameter(_flat(model), False)), "embedding.weight"),
     ],
 )
-def test_what_was_not_frozen_there_or_has_another_shape_is_named(change, message: str, tmp_path: Path) -> None:
+def test_what_was_not_frozen_there_or_has_another_shape_is_named(change, message, tmp_path):
     Checkpoints(_engine(), tmp_path).save({})
     with pytest.raises(ValueError, match=message):
         Checkpoints(_engine(change=change), tmp_path).load()
 
 
-def _flat(model: TinyModel) -> nn.Parameter:
+def _flat(model):
     return nn.Parameter(model.embedding.weight.detach().reshape(1, -1), requires_grad=False)
 
 
-def test_another_precision_gets_the_values_cast(tmp_path: Path) -> None:
+def test_another_precision_gets_the_values_cast(tmp_path):
     engine, other = _engine(dtype=torch.float32), _engine(seed=1)
     Checkpoints(engine, tmp_path).save({})
     Checkpoints(other, tmp_path).load()
     assert torch.equal(_table(other), _table(engine).bfloat16())
 
 
-def _of_two_ranks(folder: Path) -> float:
+def _of_two_ranks(folder):
     Checkpoints(_engine(), folder).save({})
     engine = _engine(seed=5 + torch.distributed.get_rank())
     Checkpoints(engine, folder).load()
     return float(_table(engine).double().sum())
 
 
-def test_all_ranks_load_the_same(run_ranks, tmp_path: Path) -> None:
+def test_all_ranks_load_the_same(run_ranks, tmp_path):
     first, second = run_ranks(_of_two_ranks, 2, tmp_path)
     assert first == second == float(_table(_engine()).double().sum())
 
 
-def test_a_teacher_that_moves_is_saved_as_it_is(tmp_path: Path) -> None:
+def test_a_teacher_that_moves_is_saved_as_it_is(tmp_path):
     engine, other = _engine(), _engine(seed=1)
     saving = Checkpoints(engine, tmp_path)
     for number in range(3):
@@ -106,8 +97,8 @@ def test_a_teacher_that_moves_is_saved_as_it_is(tmp_path: Path) -> None:
     assert torch.equal(_table(other), _table(engine))
 
 
-def test_a_transposed_mask_with_infinities_is_saved_and_loaded(tmp_path: Path) -> None:
-    def with_mask(model: TinyModel) -> None:
+def test_a_transposed_mask_with_infinities_is_saved_and_loaded(tmp_path):
+    def with_mask(model):
         mask = torch.zeros(3, 4).fill_diagonal_(-torch.inf)
         model.register_parameter("mask", nn.Parameter(mask.t(), requires_grad=False))
 
@@ -118,7 +109,7 @@ def test_a_transposed_mask_with_infinities_is_saved_and_loaded(tmp_path: Path) -
     assert torch.equal(other.module.mask, engine.module.mask)
 
 
-def test_a_checkpoint_without_them_loads_and_the_log_says_that_they_stay(tmp_path: Path, caplog) -> None:
+def test_a_checkpoint_without_them_loads_and_the_log_says_that_they_stay(tmp_path, caplog):
     """A user whose run began when checkpoints held digests of frozen parameters."""
     engine, other = _engine(), _engine(seed=1)
     Checkpoints(engine, tmp_path, frozen=False).save({"step": 1})

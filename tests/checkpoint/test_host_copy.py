@@ -2,8 +2,6 @@
 by whatever thread waits.
 """
 
-from __future__ import annotations
-
 import threading
 from itertools import pairwise
 
@@ -35,10 +33,10 @@ def gpu(monkeypatch):
         return empty(*size, **more)
 
     class Event:
-        def record(self) -> None:
+        def record(self):
             pass
 
-        def synchronize(self) -> None:
+        def synchronize(self):
             asked["waited on"].append(getattr(current, "device", 0))  # a new thread has device 0
 
     monkeypatch.setattr(torch, "empty", pinned)
@@ -47,7 +45,7 @@ def gpu(monkeypatch):
     return asked
 
 
-def snapshot(*numels: int) -> Snapshot:
+def snapshot(*numels):
     values = torch.arange(sum(numels), dtype=torch.float32).split(numels)
     shapes = [(numel // 64, 64) for numel in numels]
     parts = [
@@ -57,7 +55,7 @@ def snapshot(*numels: int) -> Snapshot:
     return Snapshot(Manifest.model_construct(), parts)
 
 
-def test_blocks_are_powers_of_two_and_hold_no_mebibyte_too_much(gpu) -> None:
+def test_blocks_are_powers_of_two_and_hold_no_mebibyte_too_much(gpu):
     taken = HostCopy().start(snapshot(640_000, 64, 1_000_000))
     sizes = gpu["pinned"]
     assert all(size.bit_count() == 1 for size in sizes)
@@ -70,11 +68,11 @@ def test_blocks_are_powers_of_two_and_hold_no_mebibyte_too_much(gpu) -> None:
 
 
 @pytest.mark.parametrize(("size", "blocks"), [(0, []), (1, [1]), (3 * MIB, [2, 1]), (11 * MIB + 1, [8, 4])])
-def test_sizes_of_blocks(size: int, blocks: list[int]) -> None:
+def test_sizes_of_blocks(size, blocks):
     assert pinned_sizes(size) == [MIB * block for block in blocks]
 
 
-def test_a_thread_waits_on_the_gpu_that_copies(gpu) -> None:
+def test_a_thread_waits_on_the_gpu_that_copies(gpu):
     copy = HostCopy()
     copy.start(snapshot(6_400))
     thread = threading.Thread(target=copy.wait)

@@ -2,8 +2,6 @@
 nothing large is allocated.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import pickle
@@ -11,7 +9,6 @@ import shutil
 import struct
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -28,44 +25,44 @@ SLACK = 8 << 20  # bytes: the chunks that a file is read into (2 MiB), and what 
 
 
 class _Bomb:
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self):
         return os.system, ("touch EXECUTED",)
 
 
 Make = Callable[[Path], object]  # changes the checkpoint in that folder
 
 
-def _fields(**values: Any) -> Make:
+def _fields(**values):
     return lambda path: edit(path, lambda fields: fields.update(values))
 
 
-def _named(name: str) -> Make:
+def _named(name):
     """Give the file another name, and put a copy where that name leads."""
 
-    def make(path: Path) -> None:
+    def make(path):
         shutil.copy(path / SHARD, path.parent / "outside.safetensors")
         edit(path, lambda fields: fields["files"][0].update(name=name))
 
     return make
 
 
-def _content(content: bytes) -> Make:
+def _content(content):
     """Put another content into a file of tensors."""
 
-    def make(path: Path) -> None:
+    def make(path):
         (path / SHARD).write_bytes(content)
         _fields()(path)
 
     return make
 
 
-def _header(key: str, shape: list[int], *offsets: int) -> Make:
+def _header(key, shape, *offsets):
     text = json.dumps({key: {"dtype": "F32", "shape": shape, "data_offsets": offsets}}).encode()
     return _content(struct.pack("<Q", len(text)) + text + bytes(64))
 
 
-def _tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Make:
-    def make(path: Path) -> None:
+def _tensors(change):
+    def make(path):
         tensors = load_file(path / SHARD)
         change(tensors)
         save_file(tensors, path / SHARD)
@@ -74,11 +71,11 @@ def _tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Make:
     return make
 
 
-def _added(key: str, tensor: torch.Tensor | None = None) -> Make:
+def _added(key, tensor=None):
     return _tensors(lambda held: held.update({key: torch.zeros(1) if tensor is None else tensor}))
 
 
-def _out_of_step(path: Path) -> None:
+def _out_of_step(path):
     """Add two blanks to the header, so that no element begins at a multiple of 4."""
     content = (path / SHARD).read_bytes()
     (length,) = struct.unpack("<Q", content[:8])
@@ -87,21 +84,21 @@ def _out_of_step(path: Path) -> None:
     _fields()(path)
 
 
-def _before_the_start(held: dict[str, torch.Tensor]) -> None:
+def _before_the_start(held):
     held["norm.bias|master|-1"] = held.pop("norm.bias|master|0")
 
 
-def _of_two_dims(held: dict[str, torch.Tensor]) -> None:
+def _of_two_dims(held):
     held["norm.bias|master|0,0"] = held.pop("norm.bias|master|0")
 
 
-def _twice(held: dict[str, torch.Tensor]) -> None:
+def _twice(held):
     held["norm.bias|master|1"] = held["norm.bias|master|0"][1:].clone()
 
 
 HUGE = 2**52
 PICKLE = pickle.dumps(_Bomb())
-HOSTILE: dict[str, tuple[Make, str]] = {  # kind of harm: (function that makes it, message)
+HOSTILE = {  # kind of harm: (function that makes it, message)
     "a pickle as tensors": (_content(PICKLE), f"{SHARD}: .*header"),
     "torch's own pickle": (lambda path: (torch.save(_Bomb(), path / SHARD), _fields()(path)), f"{SHARD}: .*header"),
     "a pickle as manifest": (lambda path: (path / MANIFEST).write_bytes(PICKLE), f"{MANIFEST}: .*checksum"),
@@ -145,19 +142,19 @@ HOSTILE: dict[str, tuple[Make, str]] = {  # kind of harm: (function that makes i
 
 
 @pytest.fixture(scope="module")
-def ready(tmp_path_factory) -> Path:
+def ready(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ready")
     save_steps(folder, [2])
     return folder / "step_00000002"
 
 
-def _peak_bytes() -> int:
+def _peak_bytes():
     (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
     return 1024 * int(line.split()[1])
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_checkpoint_is_refused(ready: Path, tmp_path: Path, monkeypatch, name: str) -> None:
+def test_a_hostile_checkpoint_is_refused(ready, tmp_path, monkeypatch, name):
     path = tmp_path / "checkpoint"
     shutil.copytree(ready, path)
     make, told = HOSTILE[name]
@@ -172,14 +169,14 @@ def test_a_hostile_checkpoint_is_refused(ready: Path, tmp_path: Path, monkeypatc
     assert not (tmp_path / "EXECUTED").exists()
 
 
-def test_a_rewritten_checkpoint_with_nothing_wrong_passes(ready: Path, tmp_path: Path) -> None:
+def test_a_rewritten_checkpoint_with_nothing_wrong_passes(ready, tmp_path):
     path = tmp_path / "checkpoint"
     shutil.copytree(ready, path)
     _tensors(lambda held: None)(path)
     assert verify_checkpoint(path).manifest.params == verify_checkpoint(ready).manifest.params
 
 
-def test_a_checkpoint_may_be_linked_from_another_disk(ready: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_may_be_linked_from_another_disk(ready, tmp_path):
     """Whoever moves checkpoints, or a large file of one, to a larger disk and leaves a link."""
     path = tmp_path / "checkpoint"
     shutil.copytree(ready, tmp_path / "elsewhere")
@@ -189,7 +186,7 @@ def test_a_checkpoint_may_be_linked_from_another_disk(ready: Path, tmp_path: Pat
     assert verify_checkpoint(path).manifest == verify_checkpoint(ready).manifest
 
 
-def test_a_checkpoint_that_is_linked_keeps_its_files_when_old_ones_are_removed(ready: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_that_is_linked_keeps_its_files_when_old_ones_are_removed(ready, tmp_path):
     """Whoever moves old checkpoints to an archive and leaves links."""
     archived, folder = tmp_path / "archive", tmp_path / "checkpoints"
     shutil.copytree(ready, archived)

@@ -3,29 +3,25 @@ training, with whole parameters kept or not. The newest complete checkpoint stay
 killed one left.
 """
 
-from __future__ import annotations
-
 import random
 import shutil
-from pathlib import Path
 
 import pytest
 
 from megamix.checkpoint.folder import Files
 from megamix.checkpoint.manifest import RunRecord
-from megamix.mixed_precision.settings import Shard
 from megamix.tools.ranks import RankFailure, RankPool
 from tests.checkpoint.faults import CALLS, FaultyFiles, kill, kill_in_the_middle, listing
 from tests.checkpoint.state import all_or_none_of, fill, fp16_engine, make_saver, resume, save_steps
 from tests.conftest import FULL
 from tests.programs import lines_counted
 
-SHARDS: tuple[Shard, ...] = ("states", "parameters")
+SHARDS = ("states", "parameters")
 SAMPLE = 12  # points, where not all are taken
 
 
 @lines_counted(False)  # they would die with the rank
-def _save_step_3(folder: Path, shard: Shard, victim: int, at: int | None, midway: bool, beside: bool) -> list[str]:
+def _save_step_3(folder, shard, victim, at, midway, beside):
     engine = fp16_engine(shard=shard)
     fill(engine, 3)
     all_or_none = all_or_none_of(engine)
@@ -42,13 +38,13 @@ def _save_step_3(folder: Path, shard: Shard, victim: int, at: int | None, midway
     return files.calls
 
 
-def _resume_and_save_step_4(folder: Path) -> tuple[int | None, list[str]]:
+def _resume_and_save_step_4(folder):
     found = resume(folder)
     save_steps(folder, [4])
     return found
 
 
-def _points(calls: dict[Shard, list[list[str]]]) -> list[tuple[Shard, int, int, bool, bool]]:
+def _points(calls):
     """Return the points of a kill, (setting, rank, number of the call, inside it, beside training): before every call,
     and inside every write.
     """
@@ -70,10 +66,10 @@ def _points(calls: dict[Shard, list[list[str]]]) -> list[tuple[Shard, int, int, 
 
 
 @pytest.mark.uncounted
-def test_a_kill_at_any_call_leaves_the_newest_complete_checkpoint(run_ranks, tmp_path: Path) -> None:
+def test_a_kill_at_any_call_leaves_the_newest_complete_checkpoint(run_ranks, tmp_path):
     ready = tmp_path / "ready"
     run_ranks(save_steps, 2, ready, [1, 2])
-    calls: dict[Shard, list[list[str]]] = {}
+    calls = {}
     for shard in SHARDS:
         shutil.copytree(ready, tmp_path / shard)
         calls[shard] = run_ranks(_save_step_3, 2, tmp_path / shard, shard, -1, None, False, False)
@@ -95,6 +91,6 @@ def test_a_kill_at_any_call_leaves_the_newest_complete_checkpoint(run_ranks, tmp
         shutil.rmtree(folder)
 
 
-def test_every_call_that_changes_the_disk_is_counted() -> None:
+def test_every_call_that_changes_the_disk_is_counted():
     composed = {"write_file", "remove_tree"}
     assert {name for name, call in vars(Files).items() if callable(call)} == {*CALLS, *composed}

@@ -3,18 +3,14 @@ A resumed run equals an uninterrupted one; a loss scale continues by its rule an
 that does not fit is refused with every kind of difference, and changes nothing.
 """
 
-from __future__ import annotations
-
 import itertools
 import logging
 import random
 from copy import deepcopy
-from pathlib import Path
 from typing import get_args
 
 import pytest
 import torch
-from torch import Tensor
 
 from megamix import (
     NAG,
@@ -23,10 +19,8 @@ from megamix import (
     HeadroomLossScale,
     MegatronLossScale,
     Muon,
-    Optimizer,
     ParamGroup,
     Precision,
-    ShardedEngine,
     StaticLossScale,
     TorchLossScale,
     tuned,
@@ -37,12 +31,13 @@ from megamix.checkpoint.load import fill as fill_parts
 from megamix.checkpoint.load import load, newest_checkpoint
 from megamix.checkpoint.manifest import LayoutRecord, Manifest, ParamRecord, RunRecord
 from megamix.checkpoint.save import begin, commit, save, write_rank
-from megamix.checkpoint.snapshot import Part, Snapshot, parts_of_range, take_snapshot
+from megamix.checkpoint.snapshot import Snapshot, parts_of_range, take_snapshot
 from megamix.checkpoint.tensor_file import chunks
 from megamix.checkpoint.verify import read_checkpoint
 from megamix.clock import Clock
 from megamix.mixed_precision.settings import Shard
 from megamix.mixed_precision.update_slice import MASTER
+from tests.builders import loss_of, make_batch, make_engine, make_model, train_steps
 from tests.checkpoint.state import (
     all_or_none_of,
     differences,
@@ -54,8 +49,6 @@ from tests.checkpoint.state import (
     save_steps,
 )
 from tests.conftest import FULL
-from tests.distributed.models import loss_of, make_batch, make_model
-from tests.engines import make_engine, train_steps
 
 SIZES = (1, 2, 3, 4)
 BUCKETS = (1, 1111, None)
@@ -65,7 +58,7 @@ LOADED = [*itertools.product(SIZES, BUCKETS)] if FULL else [(1, 1), (2, 1111), (
 
 
 @pytest.mark.uncounted
-def test_every_number_of_ranks_loads_what_every_other_saved(run_ranks, tmp_path: Path) -> None:
+def test_every_number_of_ranks_loads_what_every_other_saved(run_ranks, tmp_path):
     folders = [tmp_path / f"{size}-{bucket_size}" for size, bucket_size in SAVED]
     for folder, (size, bucket_size) in zip(folders, SAVED, strict=True):
         assert run_ranks(save_steps, size, folder, [3], bucket_size) == [["step_00000003"]] * size
@@ -74,7 +67,7 @@ def test_every_number_of_ranks_loads_what_every_other_saved(run_ranks, tmp_path:
 
 
 @pytest.mark.uncounted
-def test_every_setting_of_shard_loads_what_every_other_saved(run_ranks, tmp_path: Path) -> None:
+def test_every_setting_of_shard_loads_what_every_other_saved(run_ranks, tmp_path):
     every = [*itertools.product((1, 2, 4), get_args(Shard))]
     folders = [tmp_path / f"{size}-{shard}" for size, shard in every]
     for folder, (size, shard) in zip(folders, every, strict=True):
@@ -87,7 +80,7 @@ NORMUON = Muon(lr=0.02, row_beta2=0.9, fused={"*.up.weight": (13, 20, 7)})
 
 
 @pytest.mark.uncounted
-def test_states_of_matrices_come_to_the_ranks_that_compute_with_them(run_ranks, tmp_path: Path) -> None:
+def test_states_of_matrices_come_to_the_ranks_that_compute_with_them(run_ranks, tmp_path):
     """Let matrices lie whole in shards, with large buckets, and be cut, with small ones: each has other homes."""
     every = [(1, None, "states"), (2, 1111, "gradients"), (4, None, "states"), (3, 1, "parameters")]
     folders = [tmp_path / f"{size}" for size, *_ in every]
@@ -101,7 +94,7 @@ def test_states_of_matrices_come_to_the_ranks_that_compute_with_them(run_ranks, 
     assert kept["blocks.0.up.weight", "direction_sq"] == (3 * 24,)  # each of three matrices has 24 columns, fewer rows
 
 
-def test_moments_that_a_checkpoint_lacks_are_named(tmp_path: Path) -> None:
+def test_moments_that_a_checkpoint_lacks_are_named(tmp_path):
     save_steps(tmp_path, [3], optimizer=Muon(lr=0.02))
     engine = fp16_engine(optimizer=Muon(lr=0.02, row_beta2=0.9))
     checkpoint = newest_checkpoint(tmp_path, all_or_none_of(engine))
@@ -115,7 +108,7 @@ def test_moments_that_a_checkpoint_lacks_are_named(tmp_path: Path) -> None:
 GROUPED = AdamW(lr=0.01, groups=(ParamGroup(pattern="blocks.1.*", lr_factor=0.5),))
 
 
-def test_other_optimizer_groups_load_it_too(tmp_path: Path) -> None:
+def test_other_optimizer_groups_load_it_too(tmp_path):
     save_steps(tmp_path, [3])
     engine = fp16_engine(optimizer=GROUPED)
     checkpoint = newest_checkpoint(tmp_path, all_or_none_of(engine))
@@ -124,7 +117,7 @@ def test_other_optimizer_groups_load_it_too(tmp_path: Path) -> None:
     assert differences(engine, 3) == []
 
 
-def _loaded_and_uninterrupted(folder: Path, shard: Shard) -> tuple[list[float], list[float], list[str]]:
+def _loaded_and_uninterrupted(folder, shard):
     """Return the losses of a resumed run and of one that went on, and the differences at their ends."""
     source = fp16_engine(shard=shard)
     train_steps(source, range(3))
@@ -146,7 +139,7 @@ def _loaded_and_uninterrupted(folder: Path, shard: Shard) -> tuple[list[float], 
 
 
 @pytest.mark.parametrize("shard", get_args(Shard))
-def test_a_resumed_run_is_the_run_that_went_on(run_ranks, tmp_path: Path, shard: Shard) -> None:
+def test_a_resumed_run_is_the_run_that_went_on(run_ranks, tmp_path, shard):
     for went_on, again, unequal in run_ranks(_loaded_and_uninterrupted, 2, tmp_path, shard):
         assert went_on == again
         assert unequal == []
@@ -159,12 +152,12 @@ SPLIT_DIM = {"up": 0, "down": 1, "cube": 1}  # as column- and row-parallel layer
 STATES = ("master", "exp_avg")
 
 
-def _ranks_of(dp_size: int, tp_size: int, pp_size: int) -> list[list[Part]]:
+def _ranks_of(dp_size, tp_size, pp_size):
     """Return the parts of every rank of a dp x tp x pp layout, filled with NaN."""
     ranks = []
     rng = random.Random(100 * dp_size + 10 * tp_size + pp_size)
     for pp_rank, tp_rank in itertools.product(range(pp_size), range(tp_size)):
-        held: list[list[Part]] = [[] for _ in range(dp_size)]
+        held = [[] for _ in range(dp_size)]
         for number, (name, shape) in enumerate(SHAPES.items()):
             if number % pp_size != pp_rank or (name not in SPLIT_DIM and tp_rank):
                 continue
@@ -177,7 +170,7 @@ def _ranks_of(dp_size: int, tp_size: int, pp_size: int) -> list[list[Part]]:
     return ranks
 
 
-def _block(shape: tuple[int, ...], dim: int | None, rank: int, size: int) -> Box:
+def _block(shape, dim, rank, size):
     if dim is None:
         return Box.whole(shape)
     first, last = shape[dim] * rank // size, shape[dim] * (rank + 1) // size
@@ -187,12 +180,12 @@ def _block(shape: tuple[int, ...], dim: int | None, rank: int, size: int) -> Box
     )
 
 
-def _want(part: Part) -> Tensor:
+def _want(part):
     whole = full_value(part.param, part.state, SHAPES[part.param], 3)
     return whole[part.box.slices_in(Box.whole(whole.shape))].reshape(-1)
 
 
-def _save_simulated(folder: Path, ranks: list[list[Part]]) -> Path:
+def _save_simulated(folder, ranks):
     manifest = Manifest(
         applied_updates=3, skipped_steps=0, loss_scale={"loss_scale": 1.0}, run=RunRecord(),
         layout=LayoutRecord(axes={"dp": 1}, buckets=()), states=(dict.fromkeys(STATES, "F32"),),
@@ -212,9 +205,7 @@ LAYOUTS = [(1, 1, 1), (3, 1, 1), (1, 2, 1), (1, 4, 1), (1, 1, 3), (2, 2, 2), (3,
 
 @pytest.mark.uncounted
 @pytest.mark.parametrize("saved", LAYOUTS)
-def test_blocks_of_tensor_and_pipeline_ranks_load_into_each_other(
-    tmp_path: Path, saved: tuple[int, ...], monkeypatch
-) -> None:
+def test_blocks_of_tensor_and_pipeline_ranks_load_into_each_other(tmp_path, saved, monkeypatch):
     monkeypatch.setattr(tuned, "READ_AHEAD", 20)  # bytes: rows and boxes begin and end anywhere in a chunk
     checkpoint = read_checkpoint(_save_simulated(tmp_path / "checkpoints", _ranks_of(*saved)))
     for layout in LAYOUTS:
@@ -227,7 +218,7 @@ def test_blocks_of_tensor_and_pipeline_ranks_load_into_each_other(
 # A misfit is refused, all of it is told, and nothing is changed.
 
 
-def _other_model() -> torch.nn.Module:
+def _other_model():
     model = make_model()
     del model.blocks[2]
     model.norm = torch.nn.LayerNorm(24, bias=False)
@@ -255,7 +246,7 @@ def _other_model() -> torch.nn.Module:
     ],
     ids=["model", "optimizer"],
 )
-def test_what_does_not_fit_is_refused_and_changes_nothing(tmp_path: Path, engine, told: list[str]) -> None:
+def test_what_does_not_fit_is_refused_and_changes_nothing(tmp_path, engine, told):
     save_steps(tmp_path, [3])
     target = engine()
     before = target.state_dict()
@@ -275,9 +266,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(tmp_path: Path, engine
     [AdamW(lr=0.01), Muon(lr=0.02), AdamW(lr=0.01, state_dtype=torch.bfloat16)],
     ids=["adamw", "muon", "adamw in bf16"],
 )
-def test_another_optimizer_keeps_masters_counters_and_common_states(
-    tmp_path: Path, caplog, saved: Optimizer, loaded: Optimizer
-) -> None:
+def test_another_optimizer_keeps_masters_counters_and_common_states(tmp_path, caplog, saved, loaded):
     source, target = fp16_engine(optimizer=saved), fp16_engine(optimizer=loaded)
     train_steps(source, range(3))
     save(tmp_path, take_snapshot(source, RunRecord()), all_or_none_of(source))
@@ -301,8 +290,8 @@ def test_another_optimizer_keeps_masters_counters_and_common_states(
     assert bool(anew) == (type(saved) is not type(loaded) or saved.state_dtype != loaded.state_dtype)
 
 
-def _lines_of_a_load(folder: Path) -> list[str]:
-    engine, told = fp16_engine(optimizer=Muon(lr=0.02)), list[str]()
+def _lines_of_a_load(folder):
+    engine, told = fp16_engine(optimizer=Muon(lr=0.02)), []
     logger, handler = logging.getLogger("megamix"), logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())
     checkpoint = newest_checkpoint(folder, all_or_none_of(engine))
@@ -313,7 +302,7 @@ def _lines_of_a_load(folder: Path) -> list[str]:
     return told
 
 
-def test_what_begins_at_zero_is_said_once_and_not_by_every_rank(tmp_path: Path, run_ranks) -> None:
+def test_what_begins_at_zero_is_said_once_and_not_by_every_rank(tmp_path, run_ranks):
     source = fp16_engine(optimizer=AdamW(lr=0.01))
     save(tmp_path, take_snapshot(source, RunRecord()), all_or_none_of(source))
     first, second = run_ranks(_lines_of_a_load, 2, tmp_path)
@@ -321,8 +310,8 @@ def test_what_begins_at_zero_is_said_once_and_not_by_every_rank(tmp_path: Path, 
     assert second == []
 
 
-def test_a_headroom_scale_remembers_its_peaks(tmp_path: Path) -> None:
-    def build() -> ShardedEngine:
+def test_a_headroom_scale_remembers_its_peaks(tmp_path):
+    def build():
         precision = Precision(torch.float16, loss_scale=HeadroomLossScale(window=5))
         return make_engine(precision=precision)
 
@@ -337,7 +326,7 @@ def test_a_headroom_scale_remembers_its_peaks(tmp_path: Path) -> None:
     assert not target.loss_scale.wants_probe
 
 
-def test_another_rule_of_the_loss_scale_begins_anew(tmp_path: Path, caplog) -> None:
+def test_another_rule_of_the_loss_scale_begins_anew(tmp_path, caplog):
     save_steps(tmp_path, [3])
     precision = Precision(torch.float16, loss_scale=HeadroomLossScale(window=9, init_scale=2.0**7))
     target = make_engine(precision=precision)
@@ -349,12 +338,12 @@ def test_another_rule_of_the_loss_scale_begins_anew(tmp_path: Path, caplog) -> N
     assert "another rule (DynamicLossScale): the scale starts at 128" in caplog.text
 
 
-def _scaled(scale: StaticLossScale | None) -> ShardedEngine:
+def _scaled(scale):
     precision = Precision(torch.bfloat16 if scale is None else torch.float16, loss_scale=scale)
     return make_engine(torch.nn.Linear(2, 2), precision=precision)
 
 
-def _resumed_scale(folder: Path, saved: StaticLossScale, own: StaticLossScale | None) -> list[float]:
+def _resumed_scale(folder, saved, own):
     """Return the loss scale's states after three overflows with `saved`, and a load."""
     source, target = _scaled(saved), _scaled(own)
     for _ in range(3):
@@ -385,13 +374,13 @@ RESUMED_SCALES = [
 
 
 @pytest.mark.parametrize(("saved", "own", "want", "told"), RESUMED_SCALES)
-def test_a_loss_scale_goes_on_by_the_settings_of_now(tmp_path: Path, caplog, saved, own, want, told: str) -> None:
+def test_a_loss_scale_goes_on_by_the_settings_of_now(tmp_path, caplog, saved, own, want, told):
     assert _resumed_scale(tmp_path, deepcopy(saved), deepcopy(own)) == want
     assert told in caplog.text
     assert bool(caplog.text) == bool(told)
 
 
-def test_no_save_or_load_in_the_middle_of_a_step(tmp_path: Path) -> None:
+def test_no_save_or_load_in_the_middle_of_a_step(tmp_path):
     save_steps(tmp_path, [3])
     engine = fp16_engine()
     checkpoint = newest_checkpoint(tmp_path, all_or_none_of(engine))
@@ -406,5 +395,5 @@ def test_no_save_or_load_in_the_middle_of_a_step(tmp_path: Path) -> None:
     assert int(engine.applied_updates) == 3, "the step went on as if nothing was asked"
 
 
-def test_a_folder_without_checkpoints_has_no_newest(tmp_path: Path) -> None:
+def test_a_folder_without_checkpoints_has_no_newest(tmp_path):
     assert resume(tmp_path / "nothing") == (None, [])

@@ -2,35 +2,30 @@
 lacks starts from its masters; one that nobody keeps is dropped; the log says either. It is exported by name.
 """
 
-from __future__ import annotations
-
 import logging
-from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
-from megamix import Checkpoints, ShardedEngine, WeightAverage
+from megamix import Checkpoints, WeightAverage
 from megamix.checkpoint.export_dcp import export_dcp
 from megamix.checkpoint.verify import read_checkpoint
-from megamix.mixed_precision.settings import Shard
-from tests.engines import bf16_engine, train_steps
+from tests.builders import bf16_engine, train_steps
 
 DECAY = 0.75
 
 
-def _engine(shard: Shard = "states", bucket_size: int | None = 1111) -> tuple[ShardedEngine, WeightAverage]:
+def _engine(shard="states", bucket_size=1111):
     engine = bf16_engine(shard=shard, bucket_size=bucket_size)
     return engine, WeightAverage(engine, DECAY)
 
 
-def _averaged(engine: ShardedEngine, average: WeightAverage) -> dict[str, Tensor]:
+def _averaged(engine, average):
     with average.weights():
         return engine.full_weights()
 
 
-def _saved(folder: Path, shard: Shard) -> dict[str, Tensor]:
+def _saved(folder, shard):
     engine, average = _engine(shard)
     checkpoints = Checkpoints(engine, folder)
     checkpoints.load()
@@ -39,18 +34,18 @@ def _saved(folder: Path, shard: Shard) -> dict[str, Tensor]:
     return _averaged(engine, average)
 
 
-def _loaded(folder: Path, shard: Shard, bucket_size: int | None) -> dict[str, Tensor]:
+def _loaded(folder, shard, bucket_size):
     engine, average = _engine(shard, bucket_size)
     assert Checkpoints(engine, folder).load() == {}
     return _averaged(engine, average)
 
 
-def _same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+def _same(one, other):
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 @pytest.mark.uncounted
-def test_any_layout_loads_the_average(run_ranks, tmp_path: Path) -> None:
+def test_any_layout_loads_the_average(run_ranks, tmp_path):
     for size, shard in ((1, "gradients"), (2, "parameters")):
         folder = tmp_path / shard
         want = _saved(folder, shard) if size == 1 else run_ranks(_saved, size, folder, shard)[0]
@@ -59,7 +54,7 @@ def test_any_layout_loads_the_average(run_ranks, tmp_path: Path) -> None:
             assert _same(got, want)
 
 
-def test_a_run_that_goes_on_averages_as_one_that_never_stopped(tmp_path: Path) -> None:
+def test_a_run_that_goes_on_averages_as_one_that_never_stopped(tmp_path):
     straight, average = _engine()
     train_steps(straight, range(5))
     _saved(tmp_path, "states")
@@ -69,7 +64,7 @@ def test_a_run_that_goes_on_averages_as_one_that_never_stopped(tmp_path: Path) -
     assert _same(_averaged(resumed, other), _averaged(straight, average))
 
 
-def test_an_average_that_is_not_there_starts_from_the_masters(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_average_that_is_not_there_starts_from_the_masters(tmp_path, caplog):
     engine = bf16_engine()
     train_steps(engine)
     Checkpoints(engine, tmp_path).save({})
@@ -80,7 +75,7 @@ def test_an_average_that_is_not_there_starts_from_the_masters(tmp_path: Path, ca
     assert _same(_averaged(own, average), engine.full_weights())
 
 
-def test_an_average_that_nobody_keeps_is_dropped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_average_that_nobody_keeps_is_dropped(tmp_path, caplog):
     _saved(tmp_path, "states")
     engine, straight = bf16_engine(), bf16_engine()
     with caplog.at_level(logging.WARNING):
@@ -90,7 +85,7 @@ def test_an_average_that_nobody_keeps_is_dropped(tmp_path: Path, caplog: pytest.
     assert _same(engine.full_weights(), straight.full_weights())
 
 
-def test_torch_reads_the_average_by_name(tmp_path: Path) -> None:
+def test_torch_reads_the_average_by_name(tmp_path):
     want = _saved(tmp_path / "own", "states")
     export_dcp(read_checkpoint(next((tmp_path / "own").glob("step_*"))), tmp_path / "dcp")
     found = {name: torch.zeros_like(tensor) for name, tensor in want.items()}
@@ -98,7 +93,7 @@ def test_torch_reads_the_average_by_name(tmp_path: Path) -> None:
     assert _same(found, want)
 
 
-def test_the_engine_s_own_state_keeps_it_too() -> None:
+def test_the_engine_s_own_state_keeps_it_too():
     engine, average = _engine()
     train_steps(engine)
     state, want = engine.state_dict(), _averaged(engine, average)

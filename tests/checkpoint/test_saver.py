@@ -2,13 +2,9 @@
 outcome.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import threading
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,7 +13,6 @@ from megamix.checkpoint.folder import Files
 from megamix.checkpoint.load import load, newest_checkpoint, read_on_all
 from megamix.checkpoint.manifest import RunRecord
 from megamix.checkpoint.save import Saver
-from megamix.checkpoint.verify import Checkpoint
 from tests.checkpoint.faults import FaultyFiles, listing
 from tests.checkpoint.state import all_or_none_of, alone, differences, fill, fp16_engine, make_saver
 from tests.conftest import FULL
@@ -25,11 +20,11 @@ from tests.conftest import FULL
 REPEATS = 200 if FULL else 8
 
 
-def _record(step: int) -> RunRecord:
+def _record(step):
     return RunRecord(progress={"consumed_samples": step})
 
 
-def _changed_right_after(folder: Path) -> list[list[str]]:
+def _changed_right_after(folder):
     """Return for each save the differences from the state that was to be saved."""
     engine, target = fp16_engine(), fp16_engine()
     all_or_none = all_or_none_of(engine)
@@ -49,7 +44,7 @@ def _changed_right_after(folder: Path) -> list[list[str]]:
 
 
 @pytest.mark.uncounted
-def test_what_changes_right_after_the_start_is_not_saved(run_ranks, tmp_path: Path) -> None:
+def test_what_changes_right_after_the_start_is_not_saved(run_ranks, tmp_path):
     for wrong in run_ranks(_changed_right_after, 2, tmp_path / "checkpoints"):
         assert wrong == [[]] * REPEATS
 
@@ -57,18 +52,18 @@ def test_what_changes_right_after_the_start_is_not_saved(run_ranks, tmp_path: Pa
 class _Impatient(Saver):
     """A saver that says when its caller begins to wait."""
 
-    def __init__(self, *arguments: Any, **named: Any):
+    def __init__(self, *arguments, **named):
         super().__init__(*arguments, **named)
         self.waits = threading.Event()
 
-    def finish(self) -> None:
+    def finish(self):
         self.waits.set()
         super().finish()
 
 
-def test_the_second_save_waits_for_the_first(tmp_path: Path) -> None:
+def test_the_second_save_waits_for_the_first(tmp_path):
     engine = fp16_engine()
-    saved: list[str] = []
+    saved = []
     files = FaultyFiles(at=3, fault=lambda name, arguments: saver.waits.wait(60.0))  # the first file is begun
     saver = _Impatient(tmp_path, 2, alone(), lambda path: saved.append(path.name), _never, files)
     fill(engine, 1)
@@ -83,12 +78,12 @@ def test_the_second_save_waits_for_the_first(tmp_path: Path) -> None:
         assert differences(engine, step) == []
 
 
-def test_what_is_no_longer_kept_is_removed_while_training_goes_on(tmp_path: Path) -> None:
+def test_what_is_no_longer_kept_is_removed_while_training_goes_on(tmp_path):
     engine = fp16_engine()
     goes_on, saved = threading.Event(), []
 
     class Slow(Files):
-        def remove_file(self, path: Path) -> None:
+        def remove_file(self, path):
             assert goes_on.wait(60.0)
             super().remove_file(path)
 
@@ -103,37 +98,37 @@ def test_what_is_no_longer_kept_is_removed_while_training_goes_on(tmp_path: Path
 
 
 @pytest.mark.parametrize("keep", [1, 2.5, True])
-def test_fewer_than_two_are_never_kept_nor_a_part_of_one(keep: Any, tmp_path: Path) -> None:
+def test_fewer_than_two_are_never_kept_nor_a_part_of_one(keep, tmp_path):
     with pytest.raises(ValueError, match=f"keep must be a whole number, at least 2, got {keep}:"):
         Saver(tmp_path, keep, alone(), lambda path: None, _never)
 
 
-def _tell(lengths: list[int]) -> list[list[str]]:
+def _tell(lengths):
     all_or_none = all_or_none_of(fp16_engine())
     return [all_or_none.every(lambda length=length: "x" * (length if all_or_none.rank else 7)) for length in lengths]
 
 
-def test_answers_of_any_length_arrive_whole(run_ranks) -> None:
+def test_answers_of_any_length_arrive_whole(run_ranks):
     lengths = [0, 7, 900, 1024, 5000]
     want = [["x" * 7, "x" * length] for length in lengths]
     assert run_ranks(_tell, 2, lengths) == [want] * 2
 
 
-def _never(error: Exception) -> None:
+def _never(error):
     raise AssertionError(error)
 
 
-def _named(folder: Path, name: str) -> Checkpoint:
+def _named(folder, name):
     return read_on_all(folder / name, alone())
 
 
-def _fails_on_rank_1(folder: Path, beside: bool) -> list[str]:
+def _fails_on_rank_1(folder, beside):
     """Return the outcomes of a save that fails and of the save after it."""
     engine = fp16_engine()
     all_or_none = AllOrNone.apart(engine.topology.world, timeout_s=60.0)
-    told: list[str] = []
+    told = []
 
-    def full(name: str, arguments: tuple[Any, ...]) -> None:
+    def full(name, arguments):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     files = FaultyFiles(at=1 if all_or_none.rank == 1 else None, fault=full)
@@ -149,7 +144,7 @@ def _fails_on_rank_1(folder: Path, beside: bool) -> list[str]:
     return told
 
 
-def test_a_failure_is_told_alike_on_all_ranks_and_the_next_save_is_tried(run_ranks, tmp_path: Path) -> None:
+def test_a_failure_is_told_alike_on_all_ranks_and_the_next_save_is_tried(run_ranks, tmp_path):
     for beside in (False, True):
         folder = tmp_path / str(beside)
         told, elsewhere = run_ranks(_fails_on_rank_1, 2, folder, beside)
@@ -159,7 +154,7 @@ def test_a_failure_is_told_alike_on_all_ranks_and_the_next_save_is_tried(run_ran
         assert listing(folder) == ["step_00000002"]
 
 
-def _uses_both_groups(folder: Path) -> list[float]:
+def _uses_both_groups(folder):
     """Run collectives of training while a save's own are under way: each matches its own kind."""
     engine = fp16_engine()
     saver = make_saver(folder, AllOrNone.apart(engine.topology.world, timeout_s=60.0), Files())
@@ -174,7 +169,7 @@ def _uses_both_groups(folder: Path) -> list[float]:
     return sums
 
 
-def test_training_talks_beside_a_save(run_ranks, tmp_path: Path) -> None:
+def test_training_talks_beside_a_save(run_ranks, tmp_path):
     want = [2.0 * number + 1 for _ in range(5) for number in range(20)]
     assert run_ranks(_uses_both_groups, 2, tmp_path) == [want] * 2
     assert listing(tmp_path) == ["step_00000003", "step_00000004"]

@@ -1,11 +1,8 @@
 """However a parameter was cut, its boxes cover it exactly once or the fault is named."""
 
-from __future__ import annotations
-
 import ast
 import itertools
 import random
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -17,7 +14,7 @@ CASES = 20_000 if FULL else 300
 
 
 @pytest.mark.uncounted
-def test_a_tiling_is_accepted_whatever_cut_it() -> None:
+def test_a_tiling_is_accepted_whatever_cut_it():
     rng = random.Random(2)
     for _ in range(CASES // 4):
         shape = tuple(rng.randint(1, 5) for _ in range(rng.choice((0, 1, 2, 3, 4, 5, 7))))
@@ -33,7 +30,7 @@ def test_a_tiling_is_accepted_whatever_cut_it() -> None:
         assert tiling_problem([*boxes, boxes[hurt]], shape), "one is there twice"
 
 
-def _grid(shape: tuple[int, ...], rng: random.Random) -> list[Box]:
+def _grid(shape, rng):
     """Cut the parameter along one dim, as tensor parallelism does."""
     if not shape:
         return [Box.whole(shape)]
@@ -42,15 +39,12 @@ def _grid(shape: tuple[int, ...], rng: random.Random) -> list[Box]:
     parts = [(0, cut), (cut, shape[dim])] if cut < shape[dim] else [(0, cut)]
     whole = Box.whole(shape)
     return [
-        Box(
-            (*whole.offset[:dim], start, *whole.offset[dim + 1 :]),
-            (*shape[:dim], end - start, *shape[dim + 1 :]),
-        )
+        Box((*whole.offset[:dim], start, *whole.offset[dim + 1 :]), (*shape[:dim], end - start, *shape[dim + 1 :]))
         for start, end in parts
     ]
 
 
-def test_the_fault_that_is_named_is_there() -> None:
+def test_the_fault_that_is_named_is_there():
     rng = random.Random(3)
     found = {"none": 0, "overlap": 0, "missing": 0}
     for _ in range(3 * CASES):
@@ -78,7 +72,7 @@ def test_the_fault_that_is_named_is_there() -> None:
     assert min(found.values()) > CASES // 4, found
 
 
-def _cut(box: Box, rng: random.Random) -> Iterator[Box]:
+def _cut(box, rng):
     """Cut a box across some dim again and again."""
     dim = rng.randrange(len(box.size)) if box.size else 0
     if not box.size or box.size[dim] == 1 or rng.random() < 0.25:
@@ -90,7 +84,7 @@ def _cut(box: Box, rng: random.Random) -> Iterator[Box]:
         yield from _cut(Box(offset, (*box.size[:dim], size, *box.size[dim + 1 :])), rng)
 
 
-def _hurt(boxes: list[Box], shape: tuple[int, ...], rng: random.Random) -> None:
+def _hurt(boxes, shape, rng):
     """Leave one out, repeat one, or put another in its place: also where that leaves the sum of elements right."""
     place = rng.randrange(len(boxes)) if boxes else 0
     offset = tuple(rng.randrange(length) for length in shape)
@@ -117,18 +111,18 @@ def _hurt(boxes: list[Box], shape: tuple[int, ...], rng: random.Random) -> None:
         [Box((0, 0), (3, 3))] * 17,
     ],
 )
-def test_what_is_no_tiling_is_told(boxes: list[Box]) -> None:
+def test_what_is_no_tiling_is_told(boxes):
     assert tiling_problem(boxes, (3, 3))
 
 
-def test_a_parameter_without_elements_needs_no_box() -> None:
+def test_a_parameter_without_elements_needs_no_box():
     assert list(boxes_of_range(0, 0, Box.whole((0, 4)))) == []
     assert tiling_problem([], (0, 4)) is None
     assert tiling_problem([], (0, 2**53, 2**53)) is None
     assert tiling_problem([Box((0, 0), (0, 4))], (0, 4))
 
 
-def test_as_many_boxes_as_a_large_run_saves_are_checked_in_one_pass() -> None:
+def test_as_many_boxes_as_a_large_run_saves_are_checked_in_one_pass():
     """Check the boxes of 2,000 owners on 8 tensor-parallel ranks, which make a hundred million pairs."""
     boxes = [Box((16 * row, 512 * column), (16, 512)) for row in range(2000) for column in range(8)]
     assert tiling_problem(boxes, (32_000, 4096)) is None

@@ -2,8 +2,6 @@
 the identity on a single rank.
 """
 
-from __future__ import annotations
-
 from typing import ClassVar
 from unittest.mock import Mock
 
@@ -14,22 +12,16 @@ from torch import Tensor
 
 from megamix import tuned
 from megamix.comm import collectives
-from megamix.comm.collectives import (
-    Collectives,
-    GlooCollectives,
-    NcclCollectives,
-    make_collectives,
-    sum_in_rank_order,
-)
+from megamix.comm.collectives import Collectives, GlooCollectives, NcclCollectives, make_collectives, sum_in_rank_order
 from megamix.comm.topology import Axis, Topology, local_device, meet_ranks
 
 
-def _inputs(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
+def _inputs(rank, numel, dtype):
     generator = torch.Generator().manual_seed(rank)
     return torch.randn(numel, generator=generator).to(dtype)
 
 
-def _reduce_scatter(dtype: torch.dtype, numels: list[int]) -> bool:
+def _reduce_scatter(dtype, numels):
     """Start several reductions at once; their sums are those of one process, in rank order, bit for bit."""
     size, rank = dist.get_world_size(), dist.get_rank()
     device = torch.device("cpu")
@@ -55,11 +47,11 @@ def _reduce_scatter(dtype: torch.dtype, numels: list[int]) -> bool:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_reduce_scatter_sums_in_fp32_in_rank_order(run_ranks, size: int, dtype: torch.dtype) -> None:
+def test_reduce_scatter_sums_in_fp32_in_rank_order(run_ranks, size, dtype):
     assert all(run_ranks(_reduce_scatter, size, dtype, [64, 6400, 128]))
 
 
-def _sum_of_two_finite_halves() -> Tensor:
+def _sum_of_two_finite_halves():
     flat = torch.full((128,), 40_000.0, dtype=torch.float16)  # finite: FP16's largest number is 65,504
     shard = flat.view(2, -1)[dist.get_rank()]
     ours = make_collectives(Topology.current().world, flat.device)
@@ -67,11 +59,11 @@ def _sum_of_two_finite_halves() -> Tensor:
     return shard
 
 
-def test_a_sum_beyond_fp16_is_inf(run_ranks) -> None:
+def test_a_sum_beyond_fp16_is_inf(run_ranks):
     assert all(torch.isinf(shard).all() for shard in run_ranks(_sum_of_two_finite_halves, 2))
 
 
-def _scratch_bytes() -> list[int]:
+def _scratch_bytes():
     """Return the bytes of the scratch buffer: before a sum, after sums of 64, 128 and 64 elements, and
     after a release.
     """
@@ -86,12 +78,12 @@ def _scratch_bytes() -> list[int]:
     return [*seen, storage.nbytes()]
 
 
-def test_scratch_is_as_large_as_the_largest_sum_since_its_release(run_ranks) -> None:
+def test_scratch_is_as_large_as_the_largest_sum_since_its_release(run_ranks):
     assert run_ranks(_scratch_bytes, 2) == [[0, 128, 256, 256, 0]] * 2
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_the_sum_is_the_same_whatever_the_piece_that_stays_in_cache(monkeypatch, dtype: torch.dtype) -> None:
+def test_the_sum_is_the_same_whatever_the_piece_that_stays_in_cache(monkeypatch, dtype):
     parts = torch.stack([_inputs(rank, 1000, torch.bfloat16) for rank in range(5)])
     whole, pieces = torch.empty(1000, dtype=dtype), torch.empty(1000, dtype=dtype)
     sum_in_rank_order(parts, whole)
@@ -100,18 +92,18 @@ def test_the_sum_is_the_same_whatever_the_piece_that_stays_in_cache(monkeypatch,
     assert torch.equal(whole, pieces)
 
 
-def _exchange() -> bool:
+def _exchange():
     """Start two exchanges at once, too large for a socket to hold; each sender then overwrites the sent tensor."""
     size, rank, numel = dist.get_world_size(), dist.get_rank(), 1 << 20
 
-    def sent(index: int, sender: int) -> Tensor:
+    def sent(index, sender):
         return _inputs(10 * index + sender, size * numel, torch.float16)
 
     ours = make_collectives(Topology.current().world, torch.device("cpu"))
     flats = [sent(index, rank) for index in range(2)]
-    received: list[Tensor] = []
+    received = []
 
-    def use(parts: Tensor, flat: Tensor) -> None:
+    def use(parts, flat):
         received.append(parts.clone())
         flat.fill_(float("nan"))
 
@@ -123,7 +115,7 @@ def _exchange() -> bool:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_an_exchange_brings_every_ranks_part_once(run_ranks, size: int) -> None:
+def test_an_exchange_brings_every_ranks_part_once(run_ranks, size):
     assert all(run_ranks(_exchange, size))
 
 
@@ -132,18 +124,18 @@ class _Sent:
 
     waited: ClassVar[list[Tensor]] = []
 
-    def __init__(self, parts: Tensor):
+    def __init__(self, parts):
         self._parts = parts
 
-    def wait(self) -> None:
+    def wait(self):
         self.waited.append(self._parts)
 
 
-def test_nccl_exchanges_into_two_buffers_so_that_one_waits_for_the_last_but_one_alone(monkeypatch) -> None:
+def test_nccl_exchanges_into_two_buffers_so_that_one_waits_for_the_last_but_one_alone(monkeypatch):
     monkeypatch.setattr(_Sent, "waited", [])
     monkeypatch.setattr(dist, "all_to_all_single", lambda parts, grads, **_: _Sent(parts))
     ours = NcclCollectives(Axis((0, 1)), torch.device("cpu"))
-    flats, summed = [torch.zeros(numel, dtype=torch.float16) for numel in (128, 64, 128, 128)], list[int]()
+    flats, summed = [torch.zeros(numel, dtype=torch.float16) for numel in (128, 64, 128, 128)], []
     pending = []
     for number, flat in enumerate(flats):
         pending.append(ours.reduce_scatter(flat, flat, lambda parts, number=number: summed.append(number)))
@@ -156,7 +148,7 @@ def test_nccl_exchanges_into_two_buffers_so_that_one_waits_for_the_last_but_one_
     assert places[0] == places[3] != places[1] == places[2]
 
 
-def test_an_exchange_that_fails_once_does_not_take_its_buffer_along(monkeypatch) -> None:
+def test_an_exchange_that_fails_once_does_not_take_its_buffer_along(monkeypatch):
     failing = Mock(wait=Mock(side_effect=[RuntimeError("interrupted"), None]))
     monkeypatch.setattr(dist, "all_to_all_single", lambda *_, **__: failing)
     ours, flat = GlooCollectives(Axis((0, 1)), torch.device("cpu")), torch.zeros(128)
@@ -166,7 +158,7 @@ def test_an_exchange_that_fails_once_does_not_take_its_buffer_along(monkeypatch)
     ours.reduce_scatter(flat, ours.own_part(flat)).wait()
 
 
-def _all_gather() -> bool:
+def _all_gather():
     size, rank = dist.get_world_size(), dist.get_rank()
     ours = make_collectives(Topology.current().world, torch.device("cpu"))
     flats = [torch.full((size, 64), float("nan"), dtype=torch.float16) for _ in range(3)]
@@ -181,11 +173,11 @@ def _all_gather() -> bool:
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_several_all_gathers_under_way_fill_each_its_own_buffer(run_ranks, size: int) -> None:
+def test_several_all_gathers_under_way_fill_each_its_own_buffer(run_ranks, size):
     assert all(run_ranks(_all_gather, size))
 
 
-def _small_ones() -> tuple[Tensor, bool, bool, Tensor]:
+def _small_ones():
     rank = dist.get_rank()
     ours = make_collectives(Topology.current().world, torch.device("cpu"))
     flags = torch.tensor([rank == 0, True])
@@ -194,7 +186,7 @@ def _small_ones() -> tuple[Tensor, bool, bool, Tensor]:
     return table, ours.agree(True), ours.agree(rank == 0), flags
 
 
-def test_table_agreement_and_broadcast(run_ranks) -> None:
+def test_table_agreement_and_broadcast(run_ranks):
     for table, all_agree, one_disagrees, flags in run_ranks(_small_ones, 2):
         assert table.tolist() == [[0.0, 0.0], [1.0, 0.5]]
         assert all_agree
@@ -202,12 +194,12 @@ def test_table_agreement_and_broadcast(run_ranks) -> None:
         assert flags.tolist() == [True, True]  # the first rank's values
 
 
-def test_a_rank_alone_is_the_identity() -> None:
+def test_a_rank_alone_is_the_identity():
     alone = make_collectives(Axis(), torch.device("cpu"))
     assert type(alone) is Collectives
     flat = torch.arange(4.0)
     alone.reduce_scatter(flat, flat).wait()
-    received: list[Tensor] = []
+    received = []
     alone.reduce_scatter(flat, flat, received.append).wait()
     alone.all_gather(flat, flat).wait()
     alone.broadcast(flat)
@@ -217,7 +209,7 @@ def test_a_rank_alone_is_the_identity() -> None:
     assert (alone.agree(True), alone.agree(False)) == (True, False)
 
 
-def test_ranks_that_nothing_connects_are_refused_when_called_and_not_before() -> None:
+def test_ranks_that_nothing_connects_are_refused_when_called_and_not_before():
     apart = make_collectives(Axis((0, 1)), torch.device("cpu"))
     flat = torch.arange(4.0)
     assert apart.own_part(flat).tolist() == [0, 1]
@@ -231,12 +223,12 @@ def test_ranks_that_nothing_connects_are_refused_when_called_and_not_before() ->
             call()
 
 
-def _group_of_one() -> bool:
+def _group_of_one():
     group = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
     return Topology.current(group).dp.size == 1 and _reduce_scatter_in(group)
 
 
-def _reduce_scatter_in(group: dist.ProcessGroup) -> bool:
+def _reduce_scatter_in(group):
     flat = torch.arange(64.0)
     ours = make_collectives(Topology.current(group).world, flat.device)
     ours.reduce_scatter(flat, flat).wait()
@@ -244,17 +236,17 @@ def _reduce_scatter_in(group: dist.ProcessGroup) -> bool:
     return type(ours) is Collectives and torch.equal(flat, torch.arange(64.0))
 
 
-def test_a_rank_alone_in_a_gloo_group_sends_nothing(run_ranks) -> None:
+def test_a_rank_alone_in_a_gloo_group_sends_nothing(run_ranks):
     assert run_ranks(_group_of_one, 2) == [True, True]
 
 
-def test_without_torchrun_a_process_is_alone(monkeypatch) -> None:
+def test_without_torchrun_a_process_is_alone(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     meet_ranks(local_device(), timeout_s=7.0)
     assert Topology.current() == Topology()
 
 
-def test_ranks_join_by_torchruns_environment(monkeypatch) -> None:
+def test_ranks_join_by_torchruns_environment(monkeypatch):
     calls = []
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(
@@ -266,7 +258,7 @@ def test_ranks_join_by_torchruns_environment(monkeypatch) -> None:
     assert (backend, timeout.total_seconds()) == ("gloo", 7.0)
 
 
-def test_works_are_dropped_at_the_end_of_a_program_without_a_word(monkeypatch) -> None:
+def test_works_are_dropped_at_the_end_of_a_program_without_a_word(monkeypatch):
     works = collectives.Pending()
     for name in [name for name in vars(collectives) if not name.startswith("__")]:
         monkeypatch.setattr(collectives, name, None)  # as the interpreter clears a module

@@ -3,16 +3,12 @@ set, and so does `megamix train`. An engine that would train alone by mistake is
 possible.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import ExitStack
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -24,8 +20,8 @@ from megamix.cli import main
 from megamix.comm import starters
 from megamix.config import config_to_toml
 from megamix.starter import first_host
+from tests.builders import tiny_job
 from tests.programs import count_no_lines_in_programs
-from tests.train.jobs import tiny_job
 
 KNOWN = re.compile("RANK$|WORLD_SIZE$|^(SLURM|OMPI|PMI|PMIX|MPI|MASTER)_")
 
@@ -34,25 +30,25 @@ KNOWN = re.compile("RANK$|WORLD_SIZE$|^(SLURM|OMPI|PMI|PMIX|MPI|MASTER)_")
 JOB = {"SLURM_JOB_ID": "4711", "SLURM_NTASKS": "2", "SLURM_JOB_NODELIST": "no-such-host-[1-2]", "SLURM_PROCID": "0"}
 
 
-def _srun(rank: int) -> dict[str, str]:
+def _srun(rank):
     own = {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "SLURM_NODEID": "0"}
     step = {"SLURM_STEP_ID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"}
     pmi2 = {"PMI_RANK": str(rank), "PMI_SIZE": "2"}
     return JOB | step | own | pmi2 | {"SLURM_STEP_NODELIST": "no-such-host-1", "SLURM_LAUNCH_NODE_IPADDR": "192.0.2.1"}
 
 
-def _mpirun(rank: int) -> dict[str, str]:
+def _mpirun(rank):
     own = {"OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_LOCAL_RANK": str(rank)}
     sizes = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
     helper = {"SLURM_STEP_ID": "2", "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1"}
     return JOB | helper | own | sizes | {"SLURM_LOCALID": "0", "PMIX_NAMESPACE": "2089418753"}
 
 
-def _mpiexec(rank: int) -> dict[str, str]:
+def _mpiexec(rank):
     return {"PMI_RANK": str(rank), "PMI_SIZE": "2", "MPI_LOCALRANKID": str(rank), "MPI_LOCALNRANKS": "2"}
 
 
-def _torchrun(rank: int) -> dict[str, str]:
+def _torchrun(rank):
     return {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
 
 
@@ -67,20 +63,20 @@ print(device, engine.topology.world.size, float(engine.step().grad_norm))
 """
 
 
-def _start(how: str, told: Mapping[str, str], folder: Path) -> subprocess.Popen[str]:
+def _start(how, told, folder):
     rest = {name: value for name, value in os.environ.items() if not KNOWN.search(name)}
     command = [sys.executable, "-c", PROGRAM, how]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen(command, env=rest | told, cwd=folder, text=True, **pipes)
 
 
-def _free_port() -> str:
+def _free_port():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return str(listener.getsockname()[1])
 
 
 @pytest.mark.parametrize("told", [_srun, _mpirun])
-def test_a_program_trains_on_all_ranks_that_srun_or_mpirun_has_started(told, tmp_path: Path) -> None:
+def test_a_program_trains_on_all_ranks_that_srun_or_mpirun_has_started(told, tmp_path):
     count_no_lines_in_programs()
     port = {"MASTER_PORT": _free_port()}  # the default would be the same for every run of this test
     programs = [_start("starts", told(rank) | port, tmp_path) for rank in (0, 1)]
@@ -101,7 +97,7 @@ def test_a_program_trains_on_all_ranks_that_srun_or_mpirun_has_started(told, tmp
 
 
 @pytest.fixture
-def told() -> Iterator[MutableMapping[str, str]]:
+def told():
     """Yield an environment in which nobody has started this process, and restore the old one after the test."""
     with mock.patch.dict(os.environ):
         for name in filter(KNOWN.search, [*os.environ]):
@@ -109,7 +105,7 @@ def told() -> Iterator[MutableMapping[str, str]]:
         yield os.environ
 
 
-def _build(topology: megamix.Topology | None = None) -> megamix.ShardedEngine:
+def _build(topology=None):
     sharding = megamix.Sharding(topology=topology)
     return megamix.ShardedEngine(nn.Linear(2, 2), megamix.AdamW(lr=0.1), sharding=sharding, compile_update=False)
 
@@ -124,7 +120,7 @@ ONES = [
 
 
 @pytest.mark.parametrize("variables", ONES)
-def test_an_engine_of_a_process_that_was_started_alone_is_built(variables, told) -> None:
+def test_an_engine_of_a_process_that_was_started_alone_is_built(variables, told):
     told |= variables
     assert megamix.start_ranks() == torch.device("cpu")
     assert {name: value for name, value in told.items() if KNOWN.search(name)} == variables
@@ -141,14 +137,14 @@ def test_an_engine_of_a_process_that_was_started_alone_is_built(variables, told)
         (lambda rank: {"PMI_RANK": "0", "PMI_SIZE": "4"}, "PMI_SIZE is 4"),
     ],
 )
-def test_an_engine_that_would_train_alone_is_refused(ranks, message: str, told) -> None:
+def test_an_engine_that_would_train_alone_is_refused(ranks, message, told):
     told |= ranks(1)
     with pytest.raises(RuntimeError, match=message):
         _build()
     _build(megamix.Topology())
 
 
-def test_a_job_that_srun_or_mpirun_starts_without_a_launcher_is_one_job(told, tmp_path, data, capsys) -> None:
+def test_a_job_that_srun_or_mpirun_starts_without_a_launcher_is_one_job(told, tmp_path, data, capsys):
     (tmp_path / "job.toml").write_text(config_to_toml(tiny_job(tmp_path, tokens=data)))
     for starts in (_srun, _mpirun):
         told |= starts(0)
@@ -174,7 +170,7 @@ def test_a_job_that_srun_or_mpirun_starts_without_a_launcher_is_one_job(told, tm
         (_torchrun(1) | _srun(0) | {"MASTER_ADDR": "mine", "MASTER_PORT": "7"}, "1 2 1 2 mine"),
     ],
 )  # fmt: skip
-def test_what_a_starter_says_becomes_what_torchrun_would(variables, want: str, told, monkeypatch) -> None:
+def test_what_a_starter_says_becomes_what_torchrun_would(variables, want, told, monkeypatch):
     met = []
     monkeypatch.setattr(starters, "meet_ranks", lambda device, timeout_s: met.append((device, timeout_s)))
     told |= variables
@@ -185,7 +181,7 @@ def test_what_a_starter_says_becomes_what_torchrun_would(variables, want: str, t
     assert met == [(torch.device("cpu"), 7.0)]
 
 
-def test_two_steps_of_a_job_meet_at_two_ports(told, monkeypatch) -> None:
+def test_two_steps_of_a_job_meet_at_two_ports(told, monkeypatch):
     monkeypatch.setattr(starters, "meet_ranks", lambda device, timeout_s: None)
     ports = []
     for rank, step in ((0, "1"), (1, "1"), (0, "2")):
@@ -211,7 +207,7 @@ def test_two_steps_of_a_job_meet_at_two_ports(told, monkeypatch) -> None:
         (_torchrun(1) | {"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two', no number"),
     ],
 )
-def test_what_is_missing_to_meet_is_named(variables: dict[str, str], message: str, told) -> None:
+def test_what_is_missing_to_meet_is_named(variables, message, told):
     told |= variables
     with pytest.raises(ValueError, match=message):
         megamix.start_ranks()
@@ -220,11 +216,11 @@ def test_what_is_missing_to_meet_is_named(variables: dict[str, str], message: st
 @pytest.mark.parametrize(
     ("hosts", "want"), [("n1", "n1"), ("n[007-9,12],m", "n007"), ("m,n[1-2]", "m"), ("a[1,3]b[4-5],c", "a1b4")]
 )
-def test_the_first_host_of_slurm_s_list(hosts: str, want: str) -> None:
+def test_the_first_host_of_slurm_s_list(hosts, want):
     assert first_host(hosts) == want
 
 
-def test_a_port_in_use_is_said_with_what_to_do(told) -> None:
+def test_a_port_in_use_is_said_with_what_to_do(told):
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()

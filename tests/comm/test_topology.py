@@ -2,13 +2,10 @@
 possible one.
 """
 
-from __future__ import annotations
-
 import io
 import itertools
 import os
 import sys
-from collections.abc import Callable
 from unittest import mock
 from unittest.mock import Mock, call
 
@@ -26,7 +23,7 @@ MESHES = [(1, 1, 1), (1, 4, 1), (2, 2, 2), (3, 1, 2), (4, 3, 1), (1, 2, 8), (4, 
 
 
 @pytest.mark.parametrize("sizes", MESHES)
-def test_every_rank_has_one_place_with_tensor_parallel_ranks_as_neighbours(sizes: tuple[int, int, int]) -> None:
+def test_every_rank_has_one_place_with_tensor_parallel_ranks_as_neighbours(sizes):
     pp_size, dp_size, tp_size = sizes
     places = itertools.product(range(pp_size), range(dp_size), range(tp_size))
     for rank, (pp_rank, dp_rank, tp_rank) in enumerate(places):
@@ -40,7 +37,7 @@ def test_every_rank_has_one_place_with_tensor_parallel_ranks_as_neighbours(sizes
         Topology.place(rank + 1, pp=pp_size, dp=dp_size, tp=tp_size)
 
 
-def _sums(pp_size: int, tp_size: int) -> list[float]:
+def _sums(pp_size, tp_size):
     """Return the sums of the ranks' numbers over each axis."""
     here = Topology.connect(pp=pp_size, tp=tp_size)
     sums = []
@@ -53,24 +50,24 @@ def _sums(pp_size: int, tp_size: int) -> list[float]:
     return sums
 
 
-def test_each_axis_connects_its_own_ranks(run_ranks) -> None:
+def test_each_axis_connects_its_own_ranks(run_ranks):
     # dp2 x tp2: 0 1 | 2 3 are tensor-parallel neighbours.
     assert run_ranks(_sums, 4, 1, 2) == [[0, 2, 1, 6, 6], [1, 4, 1, 6, 6], [2, 2, 5, 6, 6], [3, 4, 5, 6, 6]]
     # pp2 x dp2: a stage is 0 1 or 2 3.
     assert run_ranks(_sums, 4, 2, 1) == [[2, 1, 0, 1, 6], [4, 1, 1, 1, 6], [2, 5, 2, 5, 6], [4, 5, 3, 5, 6]]
 
 
-def _connect_badly() -> str:
+def _connect_badly():
     with pytest.raises(ValueError, match="tp 3 = 3 must divide the number of ranks, which is 4") as caught:
         Topology.connect(tp=3)
     return str(caught.value)
 
 
-def test_a_mesh_that_does_not_divide_the_world_is_refused(run_ranks) -> None:
+def test_a_mesh_that_does_not_divide_the_world_is_refused(run_ranks):
     assert len({*run_ranks(_connect_badly, 4)}) == 1
 
 
-def test_a_bad_mesh_names_one_that_works() -> None:
+def test_a_bad_mesh_names_one_that_works():
     config = config_from_dict(changed(parallelism={"tp_size": 2}))
     assert check_world_size(config, 4) == []
     assert check_world_size(config, 3) == [
@@ -88,7 +85,7 @@ def test_a_bad_mesh_names_one_that_works() -> None:
     ]
 
 
-def test_what_tensor_parallelism_cuts_must_divide_and_all_of_it_is_told() -> None:
+def test_what_tensor_parallelism_cuts_must_divide_and_all_of_it_is_told():
     model = {
         "hidden_size": 96,
         "num_heads": 6,
@@ -110,7 +107,7 @@ def test_what_tensor_parallelism_cuts_must_divide_and_all_of_it_is_told() -> Non
 
 
 @pytest.mark.parametrize("ep_size", [1, 2, 8, 64, 1024])
-def test_expert_parallel_ranks_are_neighbours_among_the_owners(ep_size: int) -> None:
+def test_expert_parallel_ranks_are_neighbours_among_the_owners(ep_size):
     sizes = {"pp": 8, "replicas": 2, "dp": 64, "cp": 16}  # 16,384 ranks
     for rank in (0, 1, 31, 2047, 2048, 7319, 16383):
         here, without = Topology.place(rank, **sizes, ep_size=ep_size), Topology.place(rank, **sizes)
@@ -125,14 +122,14 @@ def test_expert_parallel_ranks_are_neighbours_among_the_owners(ep_size: int) -> 
     assert str(here).endswith(f", ep {ep_size}") == (ep_size > 1)
 
 
-def test_an_ep_size_that_does_not_divide_the_owners_is_refused_with_their_sizes() -> None:
+def test_an_ep_size_that_does_not_divide_the_owners_is_refused_with_their_sizes():
     with pytest.raises(ValueError, match=r"ep_size 4 must divide dp 3 \* cp 2 = 6, .*; take 2"):
         Topology.place(0, pp=4, dp=3, cp=2, ep_size=4)
     with pytest.raises(ValueError, match="there is no axis 'ep'"):
         Topology.place(0, dp=2, ep_size=2).along("ep", "dp")
 
 
-def _expert_sums(ep_size: int, sizes: dict[str, int]) -> list[float]:
+def _expert_sums(ep_size, sizes):
     """Return the sums of the ranks' numbers over an ep group, and over the owners of its block."""
     here, sums = Topology.connect(**sizes, ep_size=ep_size), []
     for axis in (here.along("ep"), here.owners_of("ep")):
@@ -143,7 +140,7 @@ def _expert_sums(ep_size: int, sizes: dict[str, int]) -> list[float]:
     return sums
 
 
-def test_ep_groups_and_the_owners_of_their_blocks_are_connected(run_ranks) -> None:
+def test_ep_groups_and_the_owners_of_their_blocks_are_connected(run_ranks):
     assert run_ranks(_expert_sums, 4, 2, {}) == [[1, 2], [1, 4], [5, 2], [5, 4]]
     assert run_ranks(_expert_sums, 4, 2, {"cp": 2}) == [[1, 2], [1, 4], [5, 2], [5, 4]]
     assert run_ranks(_expert_sums, 4, 4, {}) == [[6, 0], [6, 1], [6, 2], [6, 3]]
@@ -151,8 +148,8 @@ def test_ep_groups_and_the_owners_of_their_blocks_are_connected(run_ranks) -> No
     assert run_ranks(_expert_sums, 4, 2, {"replicas": 2}) == [[1, 0], [1, 1], [5, 2], [5, 3]]
 
 
-def test_a_bad_ep_size_names_one_that_works() -> None:
-    def found(world_size: int, **parallelism: int) -> list[str]:
+def test_a_bad_ep_size_names_one_that_works():
+    def found(world_size, **parallelism):
         experts = {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 64}
         training = {"micro_batch_size": 1, "global_batch_size": 48}
         tree = changed(model={"experts": experts}, training=training, parallelism=parallelism)
@@ -173,21 +170,19 @@ def test_a_bad_ep_size_names_one_that_works() -> None:
     assert told.startswith("parallelism.ep_size: got 2, but the model has no experts; write ep_size = 1")
 
 
-def _without_an_interface() -> str:
+def _without_an_interface():
     with mock.patch.dict(os.environ, {"GLOO_SOCKET_IFNAME": "none0"}), pytest.raises(RuntimeError) as caught:
         host_collectives(Topology.current().world, 5.0)
     return str(caught.value)
 
 
-def test_an_interface_that_is_not_there_is_named_with_its_variable(run_ranks) -> None:
+def test_an_interface_that_is_not_there_is_named_with_its_variable(run_ranks):
     for said in run_ranks(_without_an_interface, 2):
         assert "GLOO_SOCKET_IFNAME is none0; set it to the network interface of the nodes" in said
 
 
 @pytest.mark.parametrize("alike", [True, False])
-def test_groups_are_left_where_all_ranks_leave_and_else_a_process_ends_with_its_error(
-    monkeypatch, capfd, alike: bool
-) -> None:
+def test_groups_are_left_where_all_ranks_leave_and_else_a_process_ends_with_its_error(monkeypatch, capfd, alike):
     left, ended = Mock(), Mock()
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "destroy_process_group", left)
@@ -200,7 +195,7 @@ def test_groups_are_left_where_all_ranks_leave_and_else_a_process_ends_with_its_
 
 
 @pytest.mark.parametrize("hook", [lambda *error: print("told"), Mock(side_effect=ZeroDivisionError)])
-def test_what_ends_at_once_has_written_all_and_told_its_error(monkeypatch, capfd, hook: Callable[..., None]) -> None:
+def test_what_ends_at_once_has_written_all_and_told_its_error(monkeypatch, capfd, hook):
     out = io.TextIOWrapper(io.BytesIO())  # written only when it is full, as to a file or pipe
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(os, "_exit", ended := Mock())

@@ -1,7 +1,5 @@
 """The table of other trainers' names in docs/configuration.md: `python -m tests.config.names` writes it."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from pathlib import Path
 
@@ -11,9 +9,9 @@ PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 HEADER = "| here | elsewhere |\n|---|---|\n"
 
 
-def table() -> str:
+def table():
     """Return the table's text: a row for each key of ours, then one for each that has no equal here."""
-    theirs = defaultdict[str, list[str]](list)
+    theirs = defaultdict(list)
     for name, ours in names()["here"].items():
         remark = names()["remarks"].get(name)
         theirs[f"`{ours}`"].append(f"`{name}`" + (f" ({remark})" if remark else ""))
@@ -22,7 +20,7 @@ def table() -> str:
     return HEADER + "".join(f"| {here} | {', '.join(them)} |\n" for here, them in theirs.items())
 
 
-def with_table(page: str) -> str:
+def with_table(page):
     """Return the text `page` with its table replaced by today's."""
     before, header, after = page.partition(HEADER)
     assert header, f"no table of names: it begins with {HEADER!r}"

@@ -4,12 +4,9 @@ metrics that are there.
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from pydantic.fields import FieldInfo
 
 from megamix.cli import main
 from megamix.config import (
@@ -57,7 +54,7 @@ TABLES = {
 }
 
 
-def rows(heading: str, cell: int = 3) -> dict[str, str]:
+def rows(heading, cell=3):
     """Key -> default, as the page's table under a heading has them; `cell` 2: the type."""
     text = PAGE.read_text(encoding="utf-8")
     section = re.search(rf"^##+ {re.escape(heading)}$(.*?)(?=^##|\Z)", text, re.MULTILINE | re.DOTALL)
@@ -66,7 +63,7 @@ def rows(heading: str, cell: int = 3) -> dict[str, str]:
     return {key: cells[cell - 2] for key, *cells in found}
 
 
-def says(cell: str, field: FieldInfo) -> bool:
+def says(cell, field):
     if field.is_required():
         return cell == "required"
     if field.default is None:
@@ -75,7 +72,7 @@ def says(cell: str, field: FieldInfo) -> bool:
     return (tuple(value) if isinstance(value, list) else value) == field.default
 
 
-def test_the_table_of_other_libraries_names_keys_that_are_there() -> None:
+def test_the_table_of_other_libraries_names_keys_that_are_there():
     text = PAGE.read_text(encoding="utf-8")
     section = text.split("## From Megatron-LM, DeepSpeed and torchtitan\n")[1].partition("\n## ")[0]
     ours = re.findall(r"\| ([^|]+) \|$", section, re.MULTILINE)
@@ -85,13 +82,13 @@ def test_the_table_of_other_libraries_names_keys_that_are_there() -> None:
     assert [key for key in named if key not in there] == []
 
 
-def test_the_page_has_every_name_of_other_trainers() -> None:
+def test_the_page_has_every_name_of_other_trainers():
     page = PAGE.read_text(encoding="utf-8")
     assert page == names.with_table(page), "write it with python -m tests.config.names"
 
 
 @pytest.mark.parametrize("page", ["symptoms.md", "how_to.md"])
-def test_a_guide_names_keys_and_metrics_that_are_there(page: str) -> None:
+def test_a_guide_names_keys_and_metrics_that_are_there(page):
     text = (PAGE.parent / page).read_text(encoding="utf-8")
     keys = re.findall(rf"`((?:{'|'.join(SECTIONS)})\.(?!jsonl)[\w.]+)\b", text)
     tags = re.findall(rf"`((?:{'|'.join({tag.partition('/')[0] for tag in TAGS.values()})})/\w+)`", text)
@@ -102,14 +99,14 @@ def test_a_guide_names_keys_and_metrics_that_are_there(page: str) -> None:
 
 
 @pytest.mark.parametrize("heading", TABLES)
-def test_page_names_every_key_with_its_default(heading: str) -> None:
+def test_page_names_every_key_with_its_default(heading):
     fields = {key: field for key, field in TABLES[heading].model_fields.items() if field.default != {}}  # a table
     table = rows(heading)
     assert list(table) == list(fields)
     assert [key for key, cell in table.items() if not says(cell, fields[key])] == []
 
 
-def test_page_names_every_key_of_every_loss_scale_rule_with_its_default() -> None:
+def test_page_names_every_key_of_every_loss_scale_rule_with_its_default():
     text = PAGE.read_text(encoding="utf-8")
     lines = text[text.index("| key | dynamic |") :].partition("\n\n")[0].splitlines()
     head, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
@@ -123,9 +120,7 @@ def test_page_names_every_key_of_every_loss_scale_rule_with_its_default() -> Non
             assert says(str(2 ** int(power[1])) if power else cell, fields[key]), (rule, key)
 
 
-def test_example_of_mistakes_on_the_page_is_real(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_example_of_mistakes_on_the_page_is_real(capsys, monkeypatch):
     monkeypatch.chdir(PAGE.parents[1])
     pattern = r"^\$ megamix (config .*)\n(megamix .*\n(?:  .+\n)+)```"
     examples = re.findall(pattern, PAGE.read_text(encoding="utf-8"), re.MULTILINE)
@@ -135,9 +130,7 @@ def test_example_of_mistakes_on_the_page_is_real(
         assert capsys.readouterr().err == said
 
 
-def test_page_lists_the_keys_that_are_not_always_read_and_what_is_said_of_a_dropped_one(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_page_lists_the_keys_that_are_not_always_read_and_what_is_said_of_a_dropped_one(capsys, monkeypatch):
     section = PAGE.read_text(encoding="utf-8").partition("## Keys that are not read\n")[2].partition("\n## ")[0]
     cells = re.findall(r"^\| (`[^|]+) \|", section, re.MULTILINE)
     table = [key for cell in cells for key in re.findall(r"`([\w.]+)`", cell)]
@@ -149,7 +142,7 @@ def test_page_lists_the_keys_that_are_not_always_read_and_what_is_said_of_a_drop
     assert capsys.readouterr().out.startswith(example[2] + "plugins = []\n\n[model]\n")
 
 
-def tables_in(schema: Any) -> Iterator[dict[str, Any]]:
+def tables_in(schema):
     """Every table of a schema, those within others too."""
     if isinstance(schema, dict) and "properties" in schema:
         yield schema
@@ -157,7 +150,7 @@ def tables_in(schema: Any) -> Iterator[dict[str, Any]]:
         yield from tables_in(inner)
 
 
-def test_page_names_every_choice_of_a_key() -> None:
+def test_page_names_every_choice_of_a_key():
     keys = {table["title"]: table["properties"] for table in tables_in(config_schema())}
     named = {
         (heading, key, choice): choice in cell
@@ -170,7 +163,7 @@ def test_page_names_every_choice_of_a_key() -> None:
     assert [which for which, there in named.items() if not there] == []
 
 
-def test_schema_describes_every_key() -> None:
+def test_schema_describes_every_key():
     schema = json.loads(json.dumps(config_schema()))
     assert set(schema["properties"]) == {"base", "plugins", *SECTIONS}
     tables = list(tables_in(schema))
@@ -183,7 +176,7 @@ def test_schema_describes_every_key() -> None:
             assert "description" in entry or "$ref" in entry or table is schema, f"{table['title']}.{key}"
 
 
-def test_schema_lets_a_file_leave_keys_to_its_base() -> None:
+def test_schema_lets_a_file_leave_keys_to_its_base():
     schema = config_schema()
     required = {table["title"] for table in tables_in(schema) if "required" in table}
     assert required == {"DataStage", "OptimizerGroup", "RopeScaling"}

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic.fields import FieldInfo
 
 from megamix.config import (
     Config,
@@ -25,7 +24,7 @@ from megamix.config.toml_text import parse_value
 
 Tree = dict[str, Any]
 
-GOOD: Tree = {
+GOOD = {
     "model": {"vocab_size": 64, "seq_len": 8, "hidden_size": 24, "num_layers": 1, "num_heads": 6},
     "data": {"train": "tokens/train", "valid": "tokens/valid"},
     "optimizer": {"lr": 1e-3},
@@ -34,40 +33,40 @@ GOOD: Tree = {
 }
 
 
-def changed(**sections: Any) -> Tree:
+def changed(**sections):
     tree = copy.deepcopy(GOOD)
     for name, values in sections.items():
         tree[name] = {**tree.get(name, {}), **values} if isinstance(values, dict) else values
     return tree
 
 
-def put(tree: Tree, key: str, value: object) -> Tree:
+def put(tree, key, value):
     """The tree with a key's value."""
     name, _, rest = key.partition(".")
     return {**tree, name: put(tree.get(name, {}), rest, value) if rest else value}
 
 
-def without(tree: Tree, key: str) -> Tree:
+def without(tree, key):
     name, _, rest = key.partition(".")
     if rest:
         return {**tree, name: without(tree[name], rest)}
     return {other: value for other, value in tree.items() if other != name}
 
 
-def fields_of(table: str) -> dict[str, FieldInfo]:
+def fields_of(table):
     section = section_at(Config, table.split("."), {})
     assert section is not None
     return section.model_fields
 
 
-def problems_of(tree: Tree) -> tuple[str, ...]:
+def problems_of(tree):
     with pytest.raises(ConfigError) as caught:
         config_from_dict(tree)
     return caught.value.problems
 
 
 # One field: (section, key, value, what the line must say after "section.key: ").
-SINGLE: list[tuple[str, str, Any, str]] = [
+SINGLE = [
     ("model", "num_layers", "12", 'got "12", must be a whole number; write for example num_layers = 4'),
     ("model", "num_layers", 2.0, "got 2.0, must be a whole number; write for example num_layers = 4"),
     ("model", "num_layers", True, "got true, must be a whole number; write for example num_layers = 4"),
@@ -176,7 +175,7 @@ SINGLE: list[tuple[str, str, Any, str]] = [
 
 
 # What lets these keys be read.
-BESIDE: Tree = {
+BESIDE = {
     "optimizer.nag": {"optimizer": {"name": "nag"}},
     "optimizer.muon": {"optimizer": {"name": "muon"}},
     "ns_steps": {"optimizer": {"name": "muon", "muon": {"ns_table": [[1.0, 2.0, 3.0]] * 2}}},
@@ -186,20 +185,20 @@ BESIDE: Tree = {
 }
 
 
-def with_value(section: str, key: str, value: Any) -> Tree:
+def with_value(section, key, value):
     beside = BESIDE.get(key, BESIDE.get(section, {}))
     return put(changed(**beside), f"{section}.{key}", value)
 
 
 @pytest.mark.parametrize(("section", "key", "value", "want"), SINGLE)
-def test_wrong_value_is_named_with_a_fix(section: str, key: str, value: Any, want: str) -> None:
+def test_wrong_value_is_named_with_a_fix(section, key, value, want):
     (problem,) = problems_of(with_value(section, key, value))
     assert re.match(rf"{section}\.{key}(\[0\](\.\w+)?)*: ", problem)
     assert want in problem
 
 
 @pytest.mark.parametrize(("section", "key", "value", "want"), [case for case in SINGLE if "[{" not in str(case[2])])
-def test_proposed_fix_is_accepted(section: str, key: str, value: Any, want: str) -> None:
+def test_proposed_fix_is_accepted(section, key, value, want):
     (problem,) = problems_of(with_value(section, key, value))
     fix = re.search(rf"write (?:for example )?{key} = (.*)$", problem)
     if not fix:
@@ -225,7 +224,7 @@ def test_proposed_fix_is_accepted(section: str, key: str, value: Any, want: str)
         ),
     ],
 )
-def test_a_split_has_two_parts_and_stands_for_valid(split: list[float], want: str) -> None:
+def test_a_split_has_two_parts_and_stands_for_valid(split, want):
     assert problems_of(changed(data={"split": split})) == (want,)
     config_from_dict(changed(data={"split": [95, 5], "valid": None}, training={"eval_interval": 5}))
     config_from_dict(changed(data={"split": [95, 5], "valid": {"web": "tokens/web"}}))
@@ -254,12 +253,12 @@ _NAMES = "must name each set by 1 to 40 letters, digits, _ and -, but not path o
         ([], 'data.valid: got [], must not be empty; write for example valid = "runs/data/valid"'),
     ],
 )
-def test_a_wrong_validation_set_is_reported_by_its_name(valid: Any, want: str) -> None:
+def test_a_wrong_validation_set_is_reported_by_its_name(valid, want):
     (problem,) = problems_of(changed(data={"valid": valid}))
     assert problem.startswith(want)
 
 
-def test_validation_sets_survive_the_way_to_toml_and_merge_by_name() -> None:
+def test_validation_sets_survive_the_way_to_toml_and_merge_by_name():
     config = config_from_dict(changed(data={"valid": {"web": "a", "code_2": [{"path": "b", "weight": 2}]}}))
     assert config_from_dict(tomllib.loads(config_to_toml(config))) == config
     above = config_from_dict(config.model_dump(), {"data": {"valid": {"web": "c"}}})
@@ -267,7 +266,7 @@ def test_validation_sets_survive_the_way_to_toml_and_merge_by_name() -> None:
     assert config_from_dict(config.model_dump(), {"data": {"valid": "c"}}).data.valid == {"": (DataSource(path="c"),)}
 
 
-def test_no_key_of_model_is_missing_before_its_family_is_known() -> None:
+def test_no_key_of_model_is_missing_before_its_family_is_known():
     tree = GOOD | {"model": {"family": "gemma3", "folder": "models/gemma"}}
     (problem,) = problems_of(tree)
     assert problem.startswith("model.family: got \"gemma3\", must be 'transformer' or 'transformers' (The kind")
@@ -275,7 +274,7 @@ def test_no_key_of_model_is_missing_before_its_family_is_known() -> None:
 
 @pytest.mark.parametrize("key", ["attention_softcap", "logit_softcap", "logit_divisor", "embedding_scale"])
 @pytest.mark.parametrize("value", [1e39, 1e-39])
-def test_a_factor_that_fp32_does_not_hold_is_refused(key: str, value: float) -> None:
+def test_a_factor_that_fp32_does_not_hold_is_refused(key, value):
     (problem,) = problems_of(changed(model={key: value}))
     assert problem.startswith(f"model.{key}: got {value}, must be at ")
 
@@ -324,12 +323,12 @@ def test_a_factor_that_fp32_does_not_hold_is_refused(key: str, value: float) -> 
         ),
     ],
 )
-def test_groups_and_momentum_that_do_not_go_together_are_named(optimizer: dict[str, Any], want: str) -> None:
+def test_groups_and_momentum_that_do_not_go_together_are_named(optimizer, want):
     assert problems_of(changed(optimizer=optimizer)) == (want,)
     config_from_dict(changed(optimizer={"name": "muon", "groups": [{"pattern": "x", "momentum": 0.5, "eps": 1e-9}]}))
 
 
-def test_missing_keys_are_listed_with_an_example() -> None:
+def test_missing_keys_are_listed_with_an_example():
     problems = problems_of({})
     required = {f"{name}.{key}" for name in SECTIONS for key, field in fields_of(name).items() if field.is_required()}
     assert {problem.split(":")[0] for problem in problems} == required
@@ -351,7 +350,7 @@ def test_missing_keys_are_listed_with_an_example() -> None:
         (changed(optimizer={"eps": 1e-6}), "optimizer.eps: unknown key, got 1e-06; write it under [optimizer.adamw]"),
     ],
 )
-def test_unknown_names_are_refused_with_the_nearest(tree: Tree, want: str) -> None:
+def test_unknown_names_are_refused_with_the_nearest(tree, want):
     (problem,) = problems_of(tree)
     assert problem.startswith(want)
 
@@ -385,7 +384,7 @@ def test_unknown_names_are_refused_with_the_nearest(tree: Tree, want: str) -> No
         ),
     ],
 )
-def test_another_trainer_s_key_is_refused_with_ours(tree: Tree, want: str) -> None:
+def test_another_trainer_s_key_is_refused_with_ours(tree, want):
     (problem,) = problems_of(tree)
     assert problem.startswith(want)
 
@@ -394,7 +393,7 @@ KEY_HERE = re.compile(rf"\b(?:{'|'.join(SECTIONS)})(?:\.[a-z_]+)+")
 
 
 @pytest.mark.parametrize("name", [*other_trainers.names()["here"], *other_trainers.names()["instead"]])
-def test_a_hint_names_keys_that_exist(name: str) -> None:
+def test_a_hint_names_keys_that_exist(name):
     told = other_trainers.called_here(f"--{name.replace('_', '-')}")
     assert told is not None
     assert not any(name in fields_of(section) for section in SECTIONS)  # its own place would be the better answer
@@ -405,7 +404,7 @@ def test_a_hint_names_keys_that_exist(name: str) -> None:
         assert last in names or (section is not None and last in section.model_fields), key
 
 
-def test_the_page_s_table_of_other_trainers_agrees_with_the_hints() -> None:
+def test_the_page_s_table_of_other_trainers_agrees_with_the_hints():
     page = (Path(__file__).parents[2] / "docs/configuration.md").read_text()
     table = page.partition("| what | Megatron-LM |")[2].partition("\n\n")[0]
     rows = [line.split(" | ") for line in table.splitlines()[2:]]
@@ -423,7 +422,7 @@ def test_the_page_s_table_of_other_trainers_agrees_with_the_hints() -> None:
             )
 
 
-def ticked(cell: str) -> list[str]:
+def ticked(cell):
     return re.findall(r"`([\w.-]+)`", cell)
 
 
@@ -437,24 +436,24 @@ def ticked(cell: str) -> list[str]:
         ("lr_schedule", "warmup_tokens", 5, "where training.tokens = 0; write training.tokens = 20000000000, or leave"),
     ],
 )
-def test_what_is_said_elsewhere_or_otherwise_here_is_told(section: str, key: str, value: Any, want: str) -> None:
+def test_what_is_said_elsewhere_or_otherwise_here_is_told(section, key, value, want):
     (problem,) = problems_of(with_value(section, key, value))
     assert want in problem
 
 
-def test_misspelt_section_is_one_mistake() -> None:
+def test_misspelt_section_is_one_mistake():
     tree = changed()
     tree["modle"] = tree.pop("model")
     (problem,) = problems_of(tree)
     assert "did you mean model?" in problem
 
 
-def scaled(**keys: Any) -> Tree:
+def scaled(**keys):
     return {"precision": {"dtype": "fp16", "loss_scale": keys}}
 
 
 # Between fields: (changes, field that the line names, what it says, changes that repair it).
-CROSS: list[tuple[Tree, str, str, Tree]] = [
+CROSS = [
     ({"model": {"hidden_size": 100}}, "model.hidden_size", "= 108", {"model": {"hidden_size": 108}}),
     ({"model": {"hidden_size": 5}}, "model.hidden_size", "hidden_size = 12", {"model": {"hidden_size": 12}}),
     ({"model": {"hidden_size": 18}}, "model.hidden_size", "head size of 3", {"model": {"hidden_size": 24}}),
@@ -568,7 +567,7 @@ CROSS: list[tuple[Tree, str, str, Tree]] = [
 
 
 @pytest.mark.parametrize(("wrong", "field", "want", "right"), CROSS)
-def test_fields_that_contradict_each_other(wrong: Tree, field: str, want: str, right: Tree) -> None:
+def test_fields_that_contradict_each_other(wrong, field, want, right):
     tree = changed(**wrong)
     tree["data"] = {key: value for key, value in tree["data"].items() if value is not None}
     (problem,) = problems_of(tree)
@@ -577,7 +576,7 @@ def test_fields_that_contradict_each_other(wrong: Tree, field: str, want: str, r
     assert isinstance(config_from_dict(changed(**right)), Config)
 
 
-def test_all_mistakes_are_shown_at_once() -> None:
+def test_all_mistakes_are_shown_at_once():
     tree = changed(
         model={"hidden_size": 100, "norm": 3},
         optimizer={"lr": -1, "min_lr": 5},
@@ -599,7 +598,7 @@ def test_all_mistakes_are_shown_at_once() -> None:
     assert len(str(caught.value).splitlines()) == 8
 
 
-def test_checks_on_unusable_values_are_left_out_and_the_others_kept() -> None:
+def test_checks_on_unusable_values_are_left_out_and_the_others_kept():
     tree = changed(model=3, optimizer={"lr": "x", "min_lr": 5}, training={"steps": None, "global_batch_size": 6})
     fields = [problem.split(":")[0] for problem in problems_of(tree)]
     assert sorted(fields) == ["model", "optimizer.lr", "training.global_batch_size", "training.steps"]
@@ -616,17 +615,17 @@ def test_checks_on_unusable_values_are_left_out_and_the_others_kept() -> None:
     ]
 
 
-def test_one_problem_is_counted_in_the_singular() -> None:
+def test_one_problem_is_counted_in_the_singular():
     with pytest.raises(ConfigError, match=r"^configuration: 1 problem\n  training\.seed: "):
         config_from_dict(changed(training={"seed": -1}))
 
 
-def test_world_size_that_fits_has_no_problem() -> None:
+def test_world_size_that_fits_has_no_problem():
     assert check_world_size(config_from_dict(GOOD), 2) == []
     assert check_world_size(config_from_dict(changed(parallelism={"dp_size": 4})), 4) == []
 
 
-def test_world_size_that_does_not_fit_is_multiplied_out() -> None:
+def test_world_size_that_does_not_fit_is_multiplied_out():
     assert check_world_size(config_from_dict(GOOD), 3) == [
         "training.global_batch_size: got 16, must be a multiple of micro_batch_size 4 * 3 data-parallel ranks = "
         "12; write global_batch_size = 24"
@@ -639,7 +638,7 @@ def test_world_size_that_does_not_fit_is_multiplied_out() -> None:
     assert batch.startswith("training.global_batch_size: got 16, must be a multiple of micro_batch_size 4 * 3 ")
 
 
-def test_grad_accum_steps_is_what_the_ranks_leave() -> None:
+def test_grad_accum_steps_is_what_the_ranks_leave():
     config = config_from_dict(GOOD)
     assert [grad_accum_steps(config, dp_size) for dp_size in (1, 2, 4)] == [4, 2, 1]
     with pytest.raises(ValueError, match="multiple of micro_batch_size 4 \\* 3 data-parallel ranks = 12"):

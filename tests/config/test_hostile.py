@@ -2,12 +2,9 @@
 or no TOML is refused with one line; any bytes load or are refused; CONFIG may be a pipe.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,7 +14,7 @@ from tests.config.test_load import MINIMAL, problems_of, write
 from tests.conftest import FULL
 
 ROOT = Path(__file__).parents[2]
-BASES: dict[str, tuple[Callable[[Path], object], str]] = {
+BASES = {
     "folder": (lambda path: path.mkdir(), "cannot be read: Is a directory; write the path of a TOML file"),
     "circle of files": (lambda path: path.symlink_to("job.toml"), "files inherit in a circle: "),
     "no text": (
@@ -30,7 +27,7 @@ BASES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("kind", BASES)
-def test_a_base_that_is_no_configuration_is_refused_in_a_line(kind: str, tmp_path: Path) -> None:
+def test_a_base_that_is_no_configuration_is_refused_in_a_line(kind, tmp_path):
     """A user who names the wrong file as base."""
     make, told = BASES[kind]
     make(tmp_path / "base.toml")
@@ -38,7 +35,7 @@ def test_a_base_that_is_no_configuration_is_refused_in_a_line(kind: str, tmp_pat
     assert told in problem
 
 
-def test_depth_is_that_of_toml_and_not_of_its_texts(tmp_path: Path) -> None:
+def test_depth_is_that_of_toml_and_not_of_its_texts(tmp_path):
     text = MINIMAL.replace('"tokens/train"', f'"{"[." * 50}"  # {"a." * 50} {"[" * 50} \'\'\' """')
     assert load_config(write(tmp_path, "a.toml", text)).data.train[0].path == "[." * 50
     mixture = ", ".join(f'{{ path = "a.b.c/{number}.x", weight = 1.0 }}' for number in range(500))
@@ -46,7 +43,7 @@ def test_depth_is_that_of_toml_and_not_of_its_texts(tmp_path: Path) -> None:
     assert len(config.data.train) == 500
 
 
-def test_the_file_itself_may_be_a_pipe(tmp_path: Path) -> None:
+def test_the_file_itself_may_be_a_pipe(tmp_path):
     """A user of a shell, who writes megamix train <(generate)."""
     path = tmp_path / "pipe"
     os.mkfifo(path)
@@ -62,7 +59,7 @@ def test_the_file_itself_may_be_a_pipe(tmp_path: Path) -> None:
 
 
 @pytest.mark.uncounted
-def test_no_change_of_a_file_s_bytes_ends_in_anything_but_lines(tmp_path: Path) -> None:
+def test_no_change_of_a_file_s_bytes_ends_in_anything_but_lines(tmp_path):
     """Bit rot, and a slip of an editor."""
     whole = (ROOT / "configs/base.toml").read_bytes()
     pieces = [b"[", b"]", b"{", b"}", b"=", b".", b'"', b"'", b'"""', b"\n", b"\0", b"\xff", b"\r", b"1e999", b"#"]

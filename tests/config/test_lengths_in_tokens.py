@@ -2,20 +2,16 @@
 learning rate follows tokens. The file that the run keeps says the same.
 """
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from megamix.builders.objects import lr_table
-from megamix.config import Config, ConfigError, config_from_dict, config_to_toml, load_config, tokens_of
-from tests.config.test_errors import GOOD, Tree, without
+from megamix.config import ConfigError, config_from_dict, config_to_toml, load_config, tokens_of
+from tests.config.test_errors import GOOD, without
 
 RAMP = {"batch_ramp": [[0, 4], [3, 8], [5, 16]]}  # of 8 tokens a sequence: 32, 64 and 128 an update
 
 
-def _config(training: Tree, **schedule: object) -> Config:
+def _config(training, **schedule):
     tree = without(GOOD, "training.steps")
     min_lr = 0.0 if schedule.get("decay_style") == "constant" else 1e-4
     return config_from_dict(tree, {"training": training, "lr_schedule": schedule, "optimizer": {"min_lr": min_lr}})
@@ -24,14 +20,14 @@ def _config(training: Tree, **schedule: object) -> Config:
 @pytest.mark.parametrize(
     ("tokens", "steps"), [(1, 1), (32, 1), (33, 2), (96, 3), (97, 4), (160, 4), (224, 5), (225, 6), (1000, 12)]
 )
-def test_a_run_takes_as_many_updates_as_reach_its_tokens(tokens: int, steps: int) -> None:
+def test_a_run_takes_as_many_updates_as_reach_its_tokens(tokens, steps):
     config = _config({"tokens": tokens, **RAMP})
     assert config.training.steps == steps
     assert tokens_of(config, steps - 1) < tokens <= tokens_of(config, steps)
 
 
 @pytest.mark.parametrize("style", ["cosine", "linear", "wsd", "inverse_sqrt", "constant"])
-def test_without_a_ramp_the_rates_are_those_by_updates(style: str) -> None:
+def test_without_a_ramp_the_rates_are_those_by_updates(style):
     decay = {} if style in ("inverse_sqrt", "constant") else {"decay": 30}
     lengths = {"warmup": 10, **decay}
     by_tokens = _config(
@@ -41,7 +37,7 @@ def test_without_a_ramp_the_rates_are_those_by_updates(style: str) -> None:
     assert lr_table(by_tokens) == pytest.approx(lr_table(by_updates), rel=1e-12)
 
 
-def test_with_a_ramp_the_rates_follow_tokens() -> None:
+def test_with_a_ramp_the_rates_follow_tokens():
     config = _config({"tokens": 480, **RAMP}, decay_style="linear", warmup_tokens=96)
     # Tokens in front of each update: 0, 32, 64, 96, 160, 224, 352 of 480.
     factors = [1 / 3, 2 / 3, 1, 1, 1 - 64 / 384, 1 - 128 / 384, 1 - 256 / 384]
@@ -50,7 +46,7 @@ def test_with_a_ramp_the_rates_follow_tokens() -> None:
     )
 
 
-def test_a_run_s_file_says_tokens_and_loads_as_the_same(tmp_path: Path) -> None:
+def test_a_run_s_file_says_tokens_and_loads_as_the_same(tmp_path):
     config = _config({"tokens": 480, **RAMP}, warmup_tokens=96)
     (tmp_path / "job.toml").write_text(text := config_to_toml(config))
     assert "tokens = 480" in text
@@ -72,7 +68,7 @@ def test_a_run_s_file_says_tokens_and_loads_as_the_same(tmp_path: Path) -> None:
         ({"tokens": 100}, {"decay_style": "wsd"}, "needs the length of its final decay; write decay_tokens = 20"),
     ],
 )
-def test_lengths_that_do_not_go_together_are_refused(training: Tree, schedule: Tree, told: str) -> None:
+def test_lengths_that_do_not_go_together_are_refused(training, schedule, told):
     with pytest.raises(ConfigError) as refused:
         _config(training, **schedule)
     (problem,) = refused.value.problems

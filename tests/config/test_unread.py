@@ -3,8 +3,6 @@ reported, over any layers. The shown configuration has no such key and loads as 
 accepted.
 """
 
-from __future__ import annotations
-
 import random
 import re
 import shlex
@@ -17,7 +15,7 @@ from megamix.config import Config, ConfigError, config_from_dict, config_to_toml
 from megamix.config.toml_text import parse_value, value_text
 from megamix.config.unread import READ_WHERE, default
 from megamix.plugins import LOSS_SCALES, OPTIMIZERS
-from tests.config.test_errors import GOOD, Tree, changed, problems_of, put, scaled
+from tests.config.test_errors import GOOD, changed, problems_of, put, scaled
 from tests.conftest import FULL
 
 ROOT = Path(__file__).parents[2]
@@ -25,7 +23,7 @@ QUICKSTART = ROOT / "configs/quickstart.toml"
 SCALING = {"rule": "linear", "factor": 2.0}
 # Of each key: a value that is not its default, and beside what it is not read.
 EXPERTS = {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 24}
-CASES: dict[str, tuple[object, Tree]] = {
+CASES = {
     "model.rope_theta": (5e5, {"model": {"position": "learned"}}),
     "model.rope_scaling": (SCALING, {"model": {"position": "learned"}}),
     "model.rope_scaling.low_freq_factor": (2.0, {"model": {"rope_scaling": SCALING}}),
@@ -78,31 +76,31 @@ CASES: dict[str, tuple[object, Tree]] = {
 }
 
 
-def outcome(*trees: Tree) -> Config | tuple[str, ...]:
+def outcome(*trees):
     try:
         return config_from_dict(*trees)
     except ConfigError as error:
         return error.problems
 
 
-def write(path: Path, text: str) -> Path:
+def write(path, text):
     path.write_text(text, encoding="utf-8")
     return path
 
 
-def told(path: Path, *overrides: str) -> tuple[Config, list[str]]:
-    lines: list[str] = []
+def told(path, *overrides):
+    lines = []
     return load_config(path, overrides, lines.append), lines
 
 
-def test_there_is_a_case_of_every_key_that_is_not_always_read() -> None:
+def test_there_is_a_case_of_every_key_that_is_not_always_read():
     of_rules = {f"precision.loss_scale.{key}" for rule in LOSS_SCALES.sections.values() for key in rule.model_fields}
     own = {f"optimizer.{name}" for name in OPTIMIZERS.sections}
     assert set(CASES) == {*READ_WHERE, *of_rules, *own} - {"precision.loss_scale.rule"}
 
 
 @pytest.mark.parametrize("key", CASES)
-def test_a_key_without_effect_is_refused_with_what_makes_it_so_and_ways_out(key: str) -> None:
+def test_a_key_without_effect_is_refused_with_what_makes_it_so_and_ways_out(key):
     value, beside = CASES[key]
     (problem,) = problems_of(put(changed(**beside), key, value))
     assert problem.startswith(f"{key}: got {value_text(value)}, which is not read where ")
@@ -120,7 +118,7 @@ def test_a_key_without_effect_is_refused_with_what_makes_it_so_and_ways_out(key:
 
 
 @pytest.mark.parametrize("key", CASES)
-def test_below_the_setting_that_makes_it_so_it_is_dropped_and_above_refused(key: str) -> None:
+def test_below_the_setting_that_makes_it_so_it_is_dropped_and_above_refused(key):
     value, beside = CASES[key]
     assert not isinstance(outcome(changed(**beside), put({}, key, value)), Config)
     below = outcome(put(GOOD, key, value), beside)
@@ -130,7 +128,7 @@ def test_below_the_setting_that_makes_it_so_it_is_dropped_and_above_refused(key:
         assert not isinstance(below, Config)
 
 
-def test_a_default_that_is_not_read_harms_nobody() -> None:
+def test_a_default_that_is_not_read_harms_nobody():
     defaults = {key: default(key, {}) for key in READ_WHERE}
     for name, section in OPTIMIZERS.sections.items():
         defaults[f"optimizer.{name}"] = {key: field.default for key, field in section.model_fields.items()}
@@ -143,7 +141,7 @@ def test_a_default_that_is_not_read_harms_nobody() -> None:
         assert config_from_dict(put(changed(**beside), key, listed)) == config_from_dict(changed(**beside))
 
 
-def test_what_a_layer_below_set_for_another_rule_is_dropped_with_a_line(tmp_path: Path) -> None:
+def test_what_a_layer_below_set_for_another_rule_is_dropped_with_a_line(tmp_path):
     config, lines = told(QUICKSTART, "precision.dtype=bf16")
     auto = 'is not read where precision.loss_scale.rule = "auto" and precision.dtype = "bf16": dropped'
     assert lines == [
@@ -167,7 +165,7 @@ def test_what_a_layer_below_set_for_another_rule_is_dropped_with_a_line(tmp_path
         config_from_dict(put(GOOD, "optimizer.nag.momentum", 0.5), {"optimizer": {"lr": 1e-3}})
 
 
-def test_a_table_is_dropped_as_a_whole_and_refused_for_any_part_set_later(tmp_path: Path) -> None:
+def test_a_table_is_dropped_as_a_whole_and_refused_for_any_part_set_later(tmp_path):
     scaled = "[model.rope_scaling]\nrule = 'llama3'\nfactor = 8.0\nlow_freq_factor = 2.0\n"
     base = write(tmp_path / "base.toml", config_to_toml(config_from_dict(GOOD)) + scaled)
     config, lines = told(base, "model.position=learned")
@@ -180,7 +178,7 @@ def test_a_table_is_dropped_as_a_whole_and_refused_for_any_part_set_later(tmp_pa
         load_config(base, ["model.position=learned", "model.rope_scaling.factor=4.0"])
 
 
-def test_all_are_reported_at_once_beside_other_mistakes_and_none_follows_from_one() -> None:
+def test_all_are_reported_at_once_beside_other_mistakes_and_none_follows_from_one():
     scale = {"rule": "torhc", "hysteresis": 2}
     tree = changed(optimizer={"lr": -1, "nag": {"momentum": 3}}, precision={"loss_scale": scale})
     starts = sorted(problem.split(",")[0] for problem in problems_of(tree))
@@ -189,7 +187,7 @@ def test_all_are_reported_at_once_beside_other_mistakes_and_none_follows_from_on
     ]  # fmt: skip
 
 
-def test_the_lines_are_told_once_by_the_first_rank(capsys, monkeypatch, tmp_path) -> None:
+def test_the_lines_are_told_once_by_the_first_rank(capsys, monkeypatch, tmp_path):
     overrides = ["optimizer.name=nag", f"checkpoint.folder={tmp_path}", "data.train=none"]
     path = write(tmp_path / "job.toml", f'base = "{QUICKSTART}"\n[optimizer.adamw]\nbetas = [0.8, 0.9]\n')
     line = f'optimizer.adamw = {{ betas = [0.8, 0.9] }} of {path} is not read where optimizer.name = "nag": dropped'
@@ -203,13 +201,11 @@ def test_the_lines_are_told_once_by_the_first_rank(capsys, monkeypatch, tmp_path
     assert load_config(write(tmp_path / "shown.toml", shown)) == load_config(path, overrides)
 
 
-def lines(keys: Tree) -> str:
+def lines(keys):
     return "".join(f"{key} = {value_text(value)}\n" for key, value in keys.items())
 
 
-def test_defaults_of_an_effective_configuration_are_no_choice_and_an_edit_is(
-    tmp_path: Path,
-) -> None:
+def test_defaults_of_an_effective_configuration_are_no_choice_and_an_edit_is(tmp_path):
     shown = config_to_toml(load_config(QUICKSTART, ["precision.dtype=bf16", "optimizer.name=adamw"]))
     path = write(tmp_path / "config.toml", shown.replace('name = "adamw"', 'name = "nag"'))
     assert load_config(path).optimizer.name == "nag"  # AdamW's keys stand there with their defaults
@@ -218,7 +214,7 @@ def test_defaults_of_an_effective_configuration_are_no_choice_and_an_edit_is(
         load_config(path)
 
 
-def test_another_choice_on_top_of_an_effective_configuration_has_its_own_defaults(tmp_path: Path) -> None:
+def test_another_choice_on_top_of_an_effective_configuration_has_its_own_defaults(tmp_path):
     scaled = {"precision": {"dtype": "fp16", "loss_scale": {"rule": "dynamic", "hysteresis": 3}}}
     path = write(tmp_path / "config.toml", config_to_toml(config_from_dict(changed(**scaled))))
     config, dropped = told(path, "precision.loss_scale.rule=megatron")
@@ -226,14 +222,14 @@ def test_another_choice_on_top_of_an_effective_configuration_has_its_own_default
     assert (scale["init_scale"], scale["growth_interval"], scale["hysteresis"], dropped) == (2.0**32, 1000, 3, [])
 
 
-def test_an_effective_configuration_from_before_a_key_came_says_the_same() -> None:
+def test_an_effective_configuration_from_before_a_key_came_says_the_same():
     shown = config_to_toml(load_config(QUICKSTART, ["precision.dtype=bf16"]))
     without = shown.replace('packing = "none"\n', "")
     assert without != shown
     assert effective_tables(without) == effective_tables(shown)
 
 
-def commands() -> list[tuple[str, list[str]]]:
+def commands():
     """(page, words behind `megamix VERB` or a script) of every command of the pages that reads a configuration."""
     found = []
     for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "configs").glob("*"))]:
@@ -245,7 +241,7 @@ def commands() -> list[tuple[str, list[str]]]:
     return found
 
 
-def test_every_command_of_the_pages_still_goes(tmp_path: Path) -> None:
+def test_every_command_of_the_pages_still_goes(tmp_path):
     ran = 0
     for page, words in commands():
         files = [word for word in words if word.endswith(".toml")]
@@ -261,9 +257,9 @@ def test_every_command_of_the_pages_still_goes(tmp_path: Path) -> None:
 JUNK = ["x", "off", -1, 0, 1, 3.5, 2**20, True, [], [0.5, 0.9], {"rule": "llama3", "factor": 8.0}, {}]
 
 
-def some_layers(rng: random.Random) -> list[Tree]:
+def some_layers(rng):
     """Three, over which a few cases, the settings beside them, defaults and junk are strewn."""
-    layers: list[Tree] = [{}, {}, {}]
+    layers = [{}, {}, {}]
     for key in rng.sample(sorted(CASES), rng.randint(1, 3)):
         value, beside = CASES[key]
         if "rope_scaling." not in key:
@@ -278,7 +274,7 @@ def some_layers(rng: random.Random) -> list[Tree]:
 
 
 @pytest.mark.uncounted
-def test_what_is_accepted_is_shown_and_loads_equal_and_what_is_refused_names_its_key(tmp_path: Path) -> None:
+def test_what_is_accepted_is_shown_and_loads_equal_and_what_is_refused_names_its_key(tmp_path):
     counts = {"accepted": 0, "with a line": 0, "refused": 0}
     for seed in range(20000 if FULL else 160):
         bottom, middle, top = some_layers(random.Random(seed))
@@ -287,7 +283,7 @@ def test_what_is_accepted_is_shown_and_loads_equal_and_what_is_refused_names_its
         write(base, "".join(f"[{name}]\n{lines(keys)}" for name, keys in whole.items()))
         write(path, 'base = "base.toml"\n' + "".join(f"[{name}]\n{lines(keys)}" for name, keys in middle.items()))
         overrides = [f"{name}.{key}={value_text(value)}" for name, keys in top.items() for key, value in keys.items()]
-        heard: list[str] = []
+        heard = []
         try:
             config = load_config(path, overrides, heard.append)
         except ConfigError as error:

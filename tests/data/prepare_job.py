@@ -10,19 +10,19 @@ import sys
 from pathlib import Path
 
 from megamix.data.prepare.corpus import input_corpus
-from megamix.data.prepare.prepare_corpus import Prepared, Request, prepare_corpus
+from megamix.data.prepare.prepare_corpus import Request, prepare_corpus
 from megamix.data.prepare.tokenizer_choice import TokenizerChoice
 
 PIECE_BYTES = 2**15  # a small corpus makes many pieces
 
 
-def prepare(source: Path, output: Path, num_workers: int) -> Prepared:
+def prepare(source, output, num_workers):
     choice = TokenizerChoice("train", 300)
     request = Request(tokenizer=choice, valid_fraction=0.1, num_workers=num_workers, piece_bytes=PIECE_BYTES)
     return prepare_corpus(input_corpus([str(source)]), output, request)
 
 
-def main() -> None:
+def main():
     source, output, num_workers, *kill_at = sys.argv[1:]
     num_calls = 0
 

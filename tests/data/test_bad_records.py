@@ -5,10 +5,8 @@ the records beside them are kept.
 import gzip
 import hashlib
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -57,15 +55,15 @@ BAD_LINES = {
 
 
 @pytest.fixture
-def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_limits(monkeypatch):
     monkeypatch.setattr("megamix.data.prepare.json_records._LONGEST_RECORD", 8192)
     monkeypatch.setattr("megamix.data.prepare.records.LONGEST_DOCUMENT", 4096)
 
 
-def read(path: Path, piece_bytes: int = 2**20) -> tuple[list[str], list[dict[str, Any]], int]:
+def read(path, piece_bytes=2**20):
     """Return (documents, bad records, number of empty ones)."""
-    texts: list[str] = []
-    bad: list[dict[str, Any]] = []
+    texts = []
+    bad = []
     num_empty = 0
     for piece in make_plan(input_corpus([str(path)]), piece_bytes).pieces:
         report = PieceReport()
@@ -76,7 +74,7 @@ def read(path: Path, piece_bytes: int = 2**20) -> tuple[list[str], list[dict[str
 
 
 @pytest.mark.parametrize("kind", BAD_LINES)
-def test_a_bad_line_is_left_out_with_its_number_and_reason(tmp_path: Path, short_limits: None, kind: str) -> None:
+def test_a_bad_line_is_left_out_with_its_number_and_reason(tmp_path, short_limits, kind):
     line, reason = BAD_LINES[kind]
     path = tmp_path / "x.jsonl"
     path.write_bytes(GOOD + line + b"\n" + GOOD)
@@ -87,7 +85,7 @@ def test_a_bad_line_is_left_out_with_its_number_and_reason(tmp_path: Path, short
 
 
 @pytest.mark.parametrize("kind", sorted(BAD_LINES.keys() - {"an object cut short", "nested too deep"}))
-def test_a_bad_element_of_an_array_is_left_out_likewise(tmp_path: Path, short_limits: None, kind: str) -> None:
+def test_a_bad_element_of_an_array_is_left_out_likewise(tmp_path, short_limits, kind):
     line, reason = BAD_LINES[kind]
     path = tmp_path / "x.json"
     path.write_bytes(b"[" + GOOD + b"," + line + b", " + GOOD + b"]")
@@ -110,9 +108,7 @@ def test_a_bad_element_of_an_array_is_left_out_likewise(tmp_path: Path, short_li
         (b'[{"text": "a"}, {"text": "' + b"b" * 20_000, ["a"], 2),
     ],
 )
-def test_of_an_array_that_does_not_end_what_came_before_is_kept(
-    tmp_path: Path, short_limits: None, content: bytes, texts: list[str], number: int
-) -> None:
+def test_of_an_array_that_does_not_end_what_came_before_is_kept(tmp_path, short_limits, content, texts, number):
     (tmp_path / "x.json").write_bytes(content)
     found, (bad,), _ = read(tmp_path / "x.json")
     assert (found, bad["record"]) == (texts, number)
@@ -131,7 +127,7 @@ def test_of_an_array_that_does_not_end_what_came_before_is_kept(
         (b"", []),
     ],
 )
-def test_a_json_file_is_an_array_or_lines_or_objects(tmp_path: Path, content: bytes, texts: list[str]) -> None:
+def test_a_json_file_is_an_array_or_lines_or_objects(tmp_path, content, texts):
     (tmp_path / "x.json").write_bytes(content)
     assert read(tmp_path) == (texts, [], 0)
 
@@ -147,18 +143,18 @@ def test_a_json_file_is_an_array_or_lines_or_objects(tmp_path: Path, content: by
         (b"", []),
     ],
 )
-def test_odd_but_right_lines_are_read(tmp_path: Path, content: bytes, texts: list[str]) -> None:
+def test_odd_but_right_lines_are_read(tmp_path, content, texts):
     (tmp_path / "x.jsonl").write_bytes(content)
     assert read(tmp_path) == (texts, [], 0)
 
 
-def test_an_empty_text_is_counted_and_not_listed(tmp_path: Path) -> None:
+def test_an_empty_text_is_counted_and_not_listed(tmp_path):
     (tmp_path / "x.jsonl").write_bytes(GOOD + b'{"text": ""}\n')
     (tmp_path / "empty.txt").touch()
     assert read(tmp_path) == (["good"], [], 2)
 
 
-def _compressed(ending: str, content: bytes) -> bytes:
+def _compressed(ending, content):
     if ending == "gz":
         return gzip.compress(content, 1)
     import zstandard
@@ -168,7 +164,7 @@ def _compressed(ending: str, content: bytes) -> bytes:
 
 # Nothing to compress: Zstandard gives a block of 128 KiB whole or not at all.
 LINES = b"".join(b'{"text": "%s"}\n' % hashlib.sha512(b"%d" % number).hexdigest().encode() for number in range(9000))
-DAMAGE: dict[str, Callable[[bytes], bytes]] = {
+DAMAGE = {
     "cut in the middle": lambda content: content[: len(content) // 2],
     "without its last byte": lambda content: content[:-1],
     "with a changed byte": lambda content: content[:-40] + bytes([content[-40] ^ 0xFF]) + content[-39:],
@@ -179,7 +175,7 @@ DAMAGE: dict[str, Callable[[bytes], bytes]] = {
 
 @pytest.mark.parametrize("ending", ["gz", "zst"])
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_of_a_damaged_compressed_file_what_came_before_is_kept(tmp_path: Path, ending: str, damage: str) -> None:
+def test_of_a_damaged_compressed_file_what_came_before_is_kept(tmp_path, ending, damage):
     path = tmp_path / f"x.jsonl.{ending}"
     path.write_bytes(DAMAGE[damage](_compressed(ending, LINES)))
     texts, bad, _ = read(path)
@@ -192,7 +188,7 @@ def test_of_a_damaged_compressed_file_what_came_before_is_kept(tmp_path: Path, e
 
 @pytest.mark.parametrize("ending", ["gz", "zst"])
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_compressed_text_is_a_bad_record(tmp_path: Path, ending: str, damage: str) -> None:
+def test_a_damaged_compressed_text_is_a_bad_record(tmp_path, ending, damage):
     path = tmp_path / f"x.txt.{ending}"
     path.write_bytes(DAMAGE[damage](_compressed(ending, LINES)))
     texts, (bad,), _ = read(path)
@@ -201,16 +197,14 @@ def test_a_damaged_compressed_text_is_a_bad_record(tmp_path: Path, ending: str, 
 
 
 @pytest.mark.parametrize("ending", ["gz", "zst"])
-def test_several_compressed_members_are_one_file(tmp_path: Path, ending: str) -> None:
+def test_several_compressed_members_are_one_file(tmp_path, ending):
     path = tmp_path / f"x.jsonl.{ending}"
     path.write_bytes(_compressed(ending, GOOD) + _compressed(ending, b"") + _compressed(ending, GOOD))
     assert read(path) == (["good", "good"], [], 0)
 
 
 @pytest.mark.parametrize(("content", "reason"), [(b"K\xe4se", "not UTF-8"), (b"a" * 5000, "longer than 4096 bytes")])
-def test_a_bad_file_of_text_is_listed_by_its_path(
-    tmp_path: Path, short_limits: None, content: bytes, reason: str
-) -> None:
+def test_a_bad_file_of_text_is_listed_by_its_path(tmp_path, short_limits, content, reason):
     (tmp_path / "bad.txt").write_bytes(content)
     (tmp_path / "good.txt").write_text("good")
     texts, (bad,), _ = read(tmp_path)
@@ -219,7 +213,7 @@ def test_a_bad_file_of_text_is_listed_by_its_path(
     assert reason in bad["reason"]
 
 
-def _write_table(path: Path, rows: list[bytes | None], **options: Any) -> None:
+def _write_table(path, rows, **options):
     """Write a column of strings, of any bytes."""
     import pyarrow
 
@@ -234,7 +228,7 @@ def _write_table(path: Path, rows: list[bytes | None], **options: Any) -> None:
 
 
 @pytest.mark.parametrize("ending", ["parquet", "arrow"])
-def test_a_bad_row_of_a_table_costs_no_other(tmp_path: Path, short_limits: None, ending: str) -> None:
+def test_a_bad_row_of_a_table_costs_no_other(tmp_path, short_limits, ending):
     import pyarrow.parquet
 
     assert pyarrow.parquet
@@ -248,7 +242,7 @@ def test_a_bad_row_of_a_table_costs_no_other(tmp_path: Path, short_limits: None,
 
 @pytest.mark.parametrize("ending", ["parquet", "arrow"])
 @pytest.mark.parametrize("size", [0, 10, -1])
-def test_a_damaged_table_is_a_bad_record(tmp_path: Path, ending: str, size: int) -> None:
+def test_a_damaged_table_is_a_bad_record(tmp_path, ending, size):
     import pyarrow.parquet
 
     assert pyarrow.parquet
@@ -261,7 +255,7 @@ def test_a_damaged_table_is_a_bad_record(tmp_path: Path, ending: str, size: int)
 
 
 @pytest.mark.parametrize("ending", ["parquet", "arrow"])
-def test_a_column_that_is_no_text_is_the_request_s_mistake(tmp_path: Path, ending: str) -> None:
+def test_a_column_that_is_no_text_is_the_request_s_mistake(tmp_path, ending):
     import pyarrow.parquet
 
     assert pyarrow.parquet
@@ -272,7 +266,7 @@ def test_a_column_that_is_no_text_is_the_request_s_mistake(tmp_path: Path, endin
             prepare_corpus(input_corpus([str(tmp_path)]), tmp_path / "out", request)
 
 
-def test_more_bad_records_than_the_limit_stop_the_run_and_fewer_do_not(tmp_path: Path) -> None:
+def test_more_bad_records_than_the_limit_stop_the_run_and_fewer_do_not(tmp_path):
     (tmp_path / "text").mkdir()
     for name in ("a", "b"):
         (tmp_path / "text" / f"{name}.jsonl").write_bytes(GOOD + b'{"body": 1}\n' + GOOD)
@@ -294,6 +288,6 @@ def test_more_bad_records_than_the_limit_stop_the_run_and_fewer_do_not(tmp_path:
     assert [Path(json.loads(line)["path"]).name for line in listed] == ["a.jsonl", "b.jsonl"]
 
 
-def test_there_are_thirty_kinds_and_the_limits_are_those_of_the_page() -> None:
+def test_there_are_thirty_kinds_and_the_limits_are_those_of_the_page():
     assert len(BAD_LINES) + len(DAMAGE) + 2 + 3 + 1 >= 30
     assert records.LONGEST_DOCUMENT == 2**26

@@ -6,13 +6,12 @@ import random
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from megamix.data.sampler import Blend, BlendStage, blend_order
 from tests.conftest import FULL
 
 
-def worst_deviation(order: NDArray[np.int32], weights: list[int]) -> float:
+def worst_deviation(order, weights):
     """Return the largest distance of a source's count from its exact share over all prefixes, in samples. It is exact
     until the last division.
     """
@@ -22,20 +21,20 @@ def worst_deviation(order: NDArray[np.int32], weights: list[int]) -> float:
     return float(np.abs(counts.cumsum(0) * period - exact).max() / period)
 
 
-def random_weights(draw: random.Random) -> list[int]:
+def random_weights(draw):
     """Return a few or many weights, alike or of very different sizes."""
     largest = draw.choice([1, 3, 100, 2000])
     return [draw.choice([1, draw.randint(1, largest)]) for _ in range(draw.choice([1, 2, 3, 5, 20, 80]))]
 
 
-def test_every_source_stays_within_one_sample_of_its_share_at_every_prefix() -> None:
+def test_every_source_stays_within_one_sample_of_its_share_at_every_prefix():
     draw = random.Random(1)
     for _ in range(500 if FULL else 30):
         weights = random_weights(draw)
         assert worst_deviation(blend_order(weights), weights) < 1, weights
 
 
-def largest_error_first(weights: list[int]) -> NDArray[np.int32]:
+def largest_error_first(weights):
     period, given = sum(weights), np.zeros(len(weights), dtype=np.int64)
     order = np.empty(period, dtype=np.int32)
     for sample in range(1, period + 1):
@@ -44,14 +43,14 @@ def largest_error_first(weights: list[int]) -> NDArray[np.int32]:
     return order
 
 
-def test_the_largest_error_first_would_not() -> None:
+def test_the_largest_error_first_would_not():
     weights = [60, 30, 6, 6, 6, 6, 6, 6, 6, 6, 6, 6, 6, 6, 6, 6, 6, 6, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1]
     assert worst_deviation(largest_error_first(weights), weights) > 1
     assert worst_deviation(blend_order(weights), weights) < 1
 
 
 @pytest.mark.parametrize("first", [0, 7, 999_999_990, 10**12])
-def test_a_sample_s_place_depends_on_its_number_alone_however_far(first: int) -> None:
+def test_a_sample_s_place_depends_on_its_number_alone_however_far(first):
     weights = (5, 3, 0, 11)
     blend = Blend([BlendStage(0, weights)])
     samples = np.arange(first, first + 60)
@@ -65,7 +64,7 @@ def test_a_sample_s_place_depends_on_its_number_alone_however_far(first: int) ->
         assert not weight or abs(own[0] - first * weight / sum(weights)) <= 1
 
 
-def test_a_source_goes_on_in_the_next_stage_where_it_was() -> None:
+def test_a_source_goes_on_in_the_next_stage_where_it_was():
     stages = [BlendStage(0, (3, 1, 0)), BlendStage(10, (0, 1, 2)), BlendStage(25, (7, 1, 1))]
     sources, numbers = Blend(stages).locate(np.arange(100))
     for source in range(3):
@@ -75,6 +74,6 @@ def test_a_source_goes_on_in_the_next_stage_where_it_was() -> None:
         assert worst_deviation(within, list(stage.weights)) < 1
 
 
-def test_the_order_of_a_blend_never_changes_between_versions() -> None:
+def test_the_order_of_a_blend_never_changes_between_versions():
     # A resumed run must find the order of the run before: these numbers are part of the format.
     assert blend_order([5, 3, 2]).tolist() == [0, 1, 0, 2, 0, 1, 0, 1, 0, 2]

@@ -3,34 +3,33 @@
 import gzip
 import json
 import sys
-from pathlib import Path
 
 import pytest
 
 from megamix.data.prepare.corpus import folder_files, input_corpus, named_corpus
 
 
-def write_files(root: Path, *names: str) -> None:
+def write_files(root, *names):
     for name in names:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text("text")
 
 
-def names(*paths: Path) -> list[str]:
+def names(*paths):
     return [file.name for file in input_corpus([str(path) for path in paths]).files]
 
 
-def test_files_of_a_folder_are_listed_in_sorted_order(tmp_path: Path) -> None:
+def test_files_of_a_folder_are_listed_in_sorted_order(tmp_path):
     write_files(tmp_path, "b.txt", "a/z.md", "a.txt")
     assert names(tmp_path) == ["a.txt", "a/z.md", "b.txt"]
 
 
-def test_inputs_come_in_the_order_they_are_given(tmp_path: Path) -> None:
+def test_inputs_come_in_the_order_they_are_given(tmp_path):
     write_files(tmp_path, "b.txt", "a/z.md", "a/c.txt")
     assert names(tmp_path / "b.txt", tmp_path / "a") == ["b.txt", "c.txt", "z.md"]
 
 
-def test_the_ending_says_which_files_hold_records(tmp_path: Path) -> None:
+def test_the_ending_says_which_files_hold_records(tmp_path):
     endings = ["jsonl", "jsonl.gz", "jsonl.zst", "json.gz", "json.zst", "parquet", "arrow", "txt", "json", "gz"]
     write_files(tmp_path, *(f"x.{ending}" for ending in endings))
     kinds = {file.name: file.kind for file in folder_files(tmp_path)}
@@ -40,9 +39,7 @@ def test_the_ending_says_which_files_hold_records(tmp_path: Path) -> None:
         assert [file.kind for file in input_corpus([str(tmp_path / name)]).files] == ["jsonl"]
 
 
-def test_what_lies_beside_tables_is_passed_over_with_a_line(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_lies_beside_tables_is_passed_over_with_a_line(tmp_path, caplog, monkeypatch):
     others = ("README.md", "infos.json.zst", "a.csv", "x.jsonl", *(f"{n}.py" for n in range(7)))
     write_files(tmp_path, "data/x.parquet", *others)
     monkeypatch.setitem(sys.modules, "zstandard", None)  # files passed over do not need it
@@ -62,9 +59,7 @@ def test_what_lies_beside_tables_is_passed_over_with_a_line(
 
 
 @pytest.mark.parametrize("content", [b"\x89PNG\r\n\x1a\n\0\0", gzip.compress(b"text", mtime=0), b"\x7fELF\2\1\1\0"])
-def test_what_is_no_text_is_refused_by_name_or_passed_over_with_a_line(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, content: bytes
-) -> None:
+def test_what_is_no_text_is_refused_by_name_or_passed_over_with_a_line(tmp_path, caplog, content):
     (tmp_path / "x").mkdir()
     (tmp_path / "x/y.bin").write_bytes(content)
     for path in (tmp_path / "x", tmp_path / "x/y.bin"):
@@ -77,7 +72,7 @@ def test_what_is_no_text_is_refused_by_name_or_passed_over_with_a_line(
     assert caplog.records[-1].getMessage().endswith("x': files that are no text in UTF-8 are passed over: y.bin")
 
 
-def test_comma_separated_values_are_refused_by_name(tmp_path: Path) -> None:
+def test_comma_separated_values_are_refused_by_name(tmp_path):
     write_files(tmp_path, "a.txt", "b/c.csv")
     for path in (tmp_path, tmp_path / "b/c.csv"):
         with pytest.raises(
@@ -86,7 +81,7 @@ def test_comma_separated_values_are_refused_by_name(tmp_path: Path) -> None:
             names(path)
 
 
-def test_hidden_and_left_out_places_are_not_read(tmp_path: Path) -> None:
+def test_hidden_and_left_out_places_are_not_read(tmp_path):
     write_files(
         tmp_path, "json/a.py", "json/tests/b.py", "test/c.py", "site-packages/d/e.py", ".git/f.py", ".g.py", "h"
     )
@@ -95,13 +90,13 @@ def test_hidden_and_left_out_places_are_not_read(tmp_path: Path) -> None:
     assert names(tmp_path) == ["h", "json/a.py", "json/tests/b.py", "site-packages/d/e.py", "test/c.py"]
 
 
-def test_a_broken_link_is_no_file(tmp_path: Path) -> None:
+def test_a_broken_link_is_no_file(tmp_path):
     write_files(tmp_path, "a.txt")
     (tmp_path / "b.txt").symlink_to(tmp_path / "gone")
     assert names(tmp_path) == ["a.txt"]
 
 
-def test_linked_folders_are_read_once_whatever_loops_there_are(tmp_path: Path) -> None:
+def test_linked_folders_are_read_once_whatever_loops_there_are(tmp_path):
     write_files(tmp_path, "in/a/x.txt", "out/y.txt", "out/z/w.txt")
     for link, target in (("in/loop", "in"), ("in/twice", "in/a"), ("in/b", "out/z"), ("in/c", "out")):
         (tmp_path / link).symlink_to(tmp_path / target)
@@ -109,7 +104,7 @@ def test_linked_folders_are_read_once_whatever_loops_there_are(tmp_path: Path) -
     assert names(tmp_path / "in") == ["a/x.txt", "b/w.txt", "c/y.txt"]
 
 
-def test_a_file_given_twice_is_refused(tmp_path: Path) -> None:
+def test_a_file_given_twice_is_refused(tmp_path):
     write_files(tmp_path, "a/x.txt", "b.txt")
     (tmp_path / "link").symlink_to(tmp_path / "a")
     for other in ("a", "a/x.txt", "link", "."):
@@ -117,26 +112,26 @@ def test_a_file_given_twice_is_refused(tmp_path: Path) -> None:
             names(tmp_path / "a", tmp_path / "b.txt", tmp_path / other)
 
 
-def test_one_path_in_two_spellings_is_one_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_path_in_two_spellings_is_one_request(tmp_path, monkeypatch):
     write_files(tmp_path, "a/x.txt")
     monkeypatch.chdir(tmp_path)
     assert input_corpus(["a"]) == input_corpus(["./a"]) == input_corpus(["a/"])
 
 
-def test_the_standard_library_is_a_corpus_without_tests() -> None:
+def test_the_standard_library_is_a_corpus_without_tests():
     paths = [file.name for file in named_corpus("stdlib").files]
     assert paths == sorted(paths)
     assert "json/decoder.py" in paths
     assert not [path for path in paths if {"test", "tests", "idlelib", "site-packages"} & set(path.split("/"))]
 
 
-def test_torch_is_found_without_importing_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_is_found_without_importing_it(monkeypatch):
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     assert "nn/modules/linear.py" in [file.name for file in named_corpus("torch").files]
     assert "torch" not in sys.modules
 
 
-def test_of_a_saved_dataset_the_split_s_own_files_are_read(tmp_path: Path) -> None:
+def test_of_a_saved_dataset_the_split_s_own_files_are_read(tmp_path):
     for split in ("train", "test"):
         write_files(
             tmp_path, f"{split}/data-00000-of-00001.arrow", f"{split}/dataset_info.json", f"{split}/stale.arrow"
@@ -153,14 +148,14 @@ def test_of_a_saved_dataset_the_split_s_own_files_are_read(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("state", ["{}", "[]", "{", '{"_data_files": [3]}'])
-def test_a_folder_that_only_looks_like_a_saved_dataset_is_refused(tmp_path: Path, state: str) -> None:
+def test_a_folder_that_only_looks_like_a_saved_dataset_is_refused(tmp_path, state):
     write_files(tmp_path, "dataset_info.json")
     (tmp_path / "state.json").write_text(state)
     with pytest.raises(ValueError, match=r"state.json is not as `datasets` saves it .*; save it again, or give the"):
         names(tmp_path)
 
 
-def test_what_is_not_there_is_refused_by_flag_value_and_fix(tmp_path: Path) -> None:
+def test_what_is_not_there_is_refused_by_flag_value_and_fix(tmp_path):
     with pytest.raises(ValueError, match=r"--input .*nowhere' is not there; give"):
         names(tmp_path / "nowhere")
     with pytest.raises(ValueError, match=r"--input '' names nothing; give .* \. for the current one"):
@@ -169,18 +164,18 @@ def test_what_is_not_there_is_refused_by_flag_value_and_fix(tmp_path: Path) -> N
         names(tmp_path)
 
 
-def test_an_unknown_corpus_is_refused_with_the_known_ones() -> None:
+def test_an_unknown_corpus_is_refused_with_the_known_ones():
     with pytest.raises(ValueError, match="--corpus 'wiki' is unknown; use stdlib or torch"):
         named_corpus("wiki")
 
 
-def test_a_missing_package_is_answered_with_the_pip_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_answered_with_the_pip_line(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)  # makes the import fail
     with pytest.raises(ValueError, match=r"run pip install -e '.\[datasets\]' in the checkout"):
         input_corpus(["hf:somebody/something"])
 
 
-def test_what_prepare_writes_is_left_out_through_a_link_too(tmp_path: Path) -> None:
+def test_what_prepare_writes_is_left_out_through_a_link_too(tmp_path):
     (tmp_path / "data/out").mkdir(parents=True)
     (tmp_path / "data/out/train.bin").touch()
     (tmp_path / "in").mkdir()

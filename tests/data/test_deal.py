@@ -2,14 +2,13 @@
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from megamix.data.deal import deal_chunks
 from megamix.tuned import DEALT_CHUNKS
 from tests.conftest import FULL
 
 
-def _packed(dice: np.random.Generator, kind: str, num_positions: int) -> NDArray[np.int64]:
+def _packed(dice, kind, num_positions):
     """Return positions of one sequence of documents whose lengths are spread as real ones' are."""
     position = np.empty(num_positions, np.int64)
     done = 0
@@ -21,16 +20,16 @@ def _packed(dice: np.random.Generator, kind: str, num_positions: int) -> NDArray
     return position
 
 
-def _work(positions: NDArray[np.int64], deal: NDArray[np.int64]) -> NDArray[np.int64]:
+def _work(positions, deal):
     """Return the keys that each rank's queries of one sequence see."""
     chunks = np.minimum(positions, np.arange(len(positions))).reshape(deal.size, -1) + 1
-    work: NDArray[np.int64] = chunks.sum(1)[deal].sum(1)
+    work = chunks.sum(1)[deal].sum(1)
     return work
 
 
 @pytest.mark.parametrize("kind", ["lognormal", "heavy-tailed"])
 @pytest.mark.parametrize("num_ranks", [2, 8])
-def test_every_chunk_is_dealt_once_and_the_busiest_rank_has_the_mean_work(kind: str, num_ranks: int) -> None:
+def test_every_chunk_is_dealt_once_and_the_busiest_rank_has_the_mean_work(kind, num_ranks):
     dice = np.random.default_rng(0)
     rows = np.stack([_packed(dice, kind, 131_072) for _ in range(40 if FULL else 8)])
     deals = deal_chunks(rows, num_ranks)
@@ -46,7 +45,7 @@ def test_every_chunk_is_dealt_once_and_the_busiest_rank_has_the_mean_work(kind: 
     assert np.mean(shares) < 1.05
 
 
-def test_what_a_document_has_in_the_sequence_before_is_no_work() -> None:
+def test_what_a_document_has_in_the_sequence_before_is_no_work():
     rows = np.stack([np.arange(64), np.arange(64) + 1000])
     one, other = deal_chunks(rows, 2)
     assert np.array_equal(one, other)

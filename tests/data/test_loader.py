@@ -1,7 +1,6 @@
 """Batches do not depend on when they were announced."""
 
 import threading
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -22,14 +21,14 @@ class RecordingSource:
 
     seq_len = 3
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.gate = threading.Event()
         self.gate.set()
-        self.reads: list[tuple[range, str]] = []
+        self.reads = []
         self.new_read = threading.Semaphore(0)
-        self.failing: range | None = None
+        self.failing = None
 
-    def read(self, samples: range) -> Rows:
+    def read(self, samples):
         self.reads.append((samples, threading.current_thread().name))
         self.new_read.release()
         assert self.gate.wait(PATIENCE_S)
@@ -37,38 +36,38 @@ class RecordingSource:
             raise OSError(f"cannot read {samples}")
         return Rows(np.arange(samples.start, samples.stop, dtype=np.int64)[:, None] * 10 + np.arange(4))
 
-    def wait_for_read(self) -> None:
+    def wait_for_read(self):
         assert self.new_read.acquire(timeout=PATIENCE_S)
 
-    def expect_no_read(self) -> None:
+    def expect_no_read(self):
         # Right however long it waits; the wait gives a loader that reads too much the time to do it.
         assert not self.new_read.acquire(timeout=0.1), self.reads
 
     @property
-    def read_ahead(self) -> list[range]:
+    def read_ahead(self):
         return [samples for samples, thread in self.reads if thread == THREAD]
 
 
 @pytest.fixture
-def source() -> RecordingSource:
+def source():
     return RecordingSource()
 
 
 @pytest.fixture
-def loader(source: RecordingSource) -> Iterator[BatchLoader]:
+def loader(source):
     with BatchLoader(source, CPU, max_ready=2) as loader:
         yield loader
         source.gate.set()
 
 
-def test_targets_are_the_tokens_shifted_by_one(loader: BatchLoader) -> None:
+def test_targets_are_the_tokens_shifted_by_one(loader):
     batch = loader.get(range(4, 6))
     assert batch.tokens.tolist() == [[40, 41, 42], [50, 51, 52]]
     assert batch.targets.tolist() == [[41, 42, 43], [51, 52, 53]]
     assert batch.tokens.dtype == batch.targets.dtype == torch.int64
 
 
-def test_tokens_and_targets_are_contiguous_and_share_no_memory(loader: BatchLoader) -> None:
+def test_tokens_and_targets_are_contiguous_and_share_no_memory(loader):
     tokens, targets = loader.get(range(2))[:2]
     assert tokens.is_contiguous()
     assert targets.is_contiguous()
@@ -77,7 +76,7 @@ def test_tokens_and_targets_are_contiguous_and_share_no_memory(loader: BatchLoad
     assert targets.tolist() == [[1, 2, 3], [11, 12, 13]]
 
 
-def test_what_a_batch_holds_does_not_depend_on_when_it_was_announced() -> None:
+def test_what_a_batch_holds_does_not_depend_on_when_it_was_announced():
     markov = MarkovSource(vocab_size=50, seq_len=8, branching=3, seed=1)
     wanted = [range(start, start + 4) for start in (0, 4, 8, 4, 100, 0)]  # with redone and distant batches
     with BatchLoader(markov, CPU) as loader:
@@ -91,9 +90,7 @@ def test_what_a_batch_holds_does_not_depend_on_when_it_was_announced() -> None:
         assert torch.equal(one.targets, other.targets)
 
 
-def test_announced_batches_are_read_by_the_thread_in_the_order_announced(
-    source: RecordingSource, loader: BatchLoader
-) -> None:
+def test_announced_batches_are_read_by_the_thread_in_the_order_announced(source, loader):
     order = [range(6, 8), range(0, 2)]
     for samples in order:
         loader.prefetch(samples)
@@ -103,7 +100,7 @@ def test_announced_batches_are_read_by_the_thread_in_the_order_announced(
     assert source.reads == [(samples, THREAD) for samples in order]
 
 
-def test_no_more_batches_wait_in_memory_than_allowed(source: RecordingSource, loader: BatchLoader) -> None:
+def test_no_more_batches_wait_in_memory_than_allowed(source, loader):
     announced = [range(start, start + 1) for start in range(5)]
     for samples in announced:
         loader.prefetch(samples)
@@ -116,9 +113,7 @@ def test_no_more_batches_wait_in_memory_than_allowed(source: RecordingSource, lo
     assert source.read_ahead == announced[:3]
 
 
-def test_a_batch_behind_unfetched_ones_is_served_at_once_and_not_read_again(
-    source: RecordingSource, loader: BatchLoader
-) -> None:
+def test_a_batch_behind_unfetched_ones_is_served_at_once_and_not_read_again(source, loader):
     for start in range(5):
         loader.prefetch(range(start, start + 1))
     for start in (4, 3, 2, 1, 0):  # while 0 and 1 fill all the room
@@ -127,9 +122,7 @@ def test_a_batch_behind_unfetched_ones_is_served_at_once_and_not_read_again(
     source.expect_no_read()
 
 
-def test_get_waits_for_a_batch_that_is_being_read_instead_of_reading_it_twice(
-    source: RecordingSource, loader: BatchLoader
-) -> None:
+def test_get_waits_for_a_batch_that_is_being_read_instead_of_reading_it_twice(source, loader):
     source.gate.clear()
     loader.prefetch(range(2))
     source.wait_for_read()  # the thread is inside read()
@@ -138,7 +131,7 @@ def test_get_waits_for_a_batch_that_is_being_read_instead_of_reading_it_twice(
     assert source.reads == [(range(2), THREAD)]
 
 
-def test_announcing_a_batch_twice_reads_it_once(source: RecordingSource) -> None:
+def test_announcing_a_batch_twice_reads_it_once(source):
     source.gate.clear()
     with BatchLoader(source, CPU) as loader:
         loader.prefetch(range(1))
@@ -155,16 +148,14 @@ def test_announcing_a_batch_twice_reads_it_once(source: RecordingSource) -> None
     assert source.read_ahead == [range(1), range(5, 6), range(6, 7)]
 
 
-def test_a_batch_can_be_fetched_again(source: RecordingSource, loader: BatchLoader) -> None:
+def test_a_batch_can_be_fetched_again(source, loader):
     loader.prefetch(range(2))
     first = loader.get(range(2))
     loader.prefetch(range(2))
     assert torch.equal(loader.get(range(2)).tokens, first.tokens)
 
 
-def test_an_exception_of_the_thread_surfaces_in_the_get_of_its_batch_and_only_there(
-    source: RecordingSource, loader: BatchLoader
-) -> None:
+def test_an_exception_of_the_thread_surfaces_in_the_get_of_its_batch_and_only_there(source, loader):
     source.failing = range(2, 4)
     loader.prefetch(range(2, 4))
     loader.prefetch(range(4, 6))
@@ -178,7 +169,7 @@ def test_an_exception_of_the_thread_surfaces_in_the_get_of_its_batch_and_only_th
 
 
 @pytest.mark.parametrize("left_over", ["nothing", "unfetched batches"])
-def test_close_ends_the_thread(source: RecordingSource, left_over: str) -> None:
+def test_close_ends_the_thread(source, left_over):
     loader = BatchLoader(source, CPU, max_ready=1)
     if left_over == "unfetched batches":
         for start in range(3):
@@ -192,7 +183,7 @@ def test_close_ends_the_thread(source: RecordingSource, left_over: str) -> None:
         loader.prefetch(range(1))
 
 
-def test_close_waits_for_a_read_that_is_under_way(source: RecordingSource) -> None:
+def test_close_waits_for_a_read_that_is_under_way(source):
     source.gate.clear()
     loader = BatchLoader(source, CPU)
     loader.prefetch(range(1))
@@ -202,11 +193,11 @@ def test_close_waits_for_a_read_that_is_under_way(source: RecordingSource) -> No
     assert source.gate.is_set()
 
 
-def test_batches_are_pinned_when_the_device_is_a_gpu(source: RecordingSource, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_are_pinned_when_the_device_is_a_gpu(source, monkeypatch):
     pinned = []
     empty = torch.empty
 
-    def recording_empty(shape: tuple[int, ...], *, dtype: torch.dtype, pin_memory: bool) -> torch.Tensor:
+    def recording_empty(shape, *, dtype, pin_memory):
         pinned.append(pin_memory)
         return empty(shape, dtype=dtype)
 

@@ -20,20 +20,20 @@ FUZZED = 10_000 if FULL else 500
 HAS_MEGATRON = importlib.util.find_spec("megatron") is not None
 
 
-def write(prefix: Path, dtype: str) -> Path:
+def write(prefix, dtype):
     with TokenFileWriter(prefix, 128, np.dtype(dtype)) as writer:
         for document in DOCUMENTS:
             writer.add(*(np.array(sequence, dtype=np.int64) for sequence in document))
     return prefix
 
 
-def documents(token_file: TokenFile) -> list[list[int]]:
+def documents(token_file):
     offsets = token_file.document_offsets[:].tolist()
     return [token_file.tokens[start:end].tolist() for start, end in zip(offsets, offsets[1:], strict=False)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_megatron_core_wrote_is_read_and_would_be_written_alike(tmp_path: Path, dtype: str) -> None:
+def test_what_megatron_core_wrote_is_read_and_would_be_written_alike(tmp_path, dtype):
     token_file = TokenFile(FIXTURES / dtype)
     assert token_file.dtype == np.dtype(dtype)
     assert documents(token_file) == [sum(document, []) for document in DOCUMENTS]
@@ -44,7 +44,7 @@ def test_what_megatron_core_wrote_is_read_and_would_be_written_alike(tmp_path: P
 
 @pytest.mark.skipif(not FULL, reason="megatron-core is no dependency: run with --full where it can be imported")
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_megatron_core_itself_reads_ours_and_writes_what_we_read(tmp_path: Path, dtype: str) -> None:
+def test_megatron_core_itself_reads_ours_and_writes_what_we_read(tmp_path, dtype):
     if not HAS_MEGATRON:
         pytest.skip("megatron.core cannot be imported; unpack megatron-core 0.16.1 and set PYTHONPATH to it")
     from megatron.core.datasets.indexed_dataset import IndexedDataset
@@ -57,7 +57,7 @@ def test_megatron_core_itself_reads_ours_and_writes_what_we_read(tmp_path: Path,
     assert documents(TokenFile(tmp_path / dtype)) == [sum(document, []) for document in DOCUMENTS]
 
 
-def _fuzzed(pick: random.Random, index: bytes) -> bytes:
+def _fuzzed(pick, index):
     """Return the index with a few fields replaced, by values near the old ones or at the ends of their ranges."""
     content = bytearray(index)
     for _ in range(pick.randint(1, 3)):
@@ -82,7 +82,7 @@ def _fuzzed(pick: random.Random, index: bytes) -> bytes:
 
 
 @pytest.mark.uncounted
-def test_a_fuzzed_index_is_refused_or_read_right_and_never_past_the_end(tmp_path: Path) -> None:
+def test_a_fuzzed_index_is_refused_or_read_right_and_never_past_the_end(tmp_path):
     pick = random.Random(20)
     prefix = tmp_path / "t"
     num_read = 0

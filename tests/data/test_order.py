@@ -1,21 +1,20 @@
 """Batches have the same rows on 1, 2 and 4 ranks, and after any resumes with other ranks and batch sizes."""
 
 import random
-from pathlib import Path
 
 import numpy as np
 
 from megamix.data.sampler import BlendStage, micro_batches
 from megamix.data.source import BlendedSource, MarkovSource, TokenFileSource, TokenSpan
 from megamix.data.token_file import TokenFile, TokenFileWriter
-from megamix.run.batch_plan import BatchPlan, PlanState
+from megamix.run.batch_plan import BatchPlan
 from megamix.run.run_record import Progress
 from tests.conftest import FULL
 
 SEQ_LEN = 6
 
 
-def mixture(folder: Path) -> BlendedSource:
+def mixture(folder):
     """Return a mixture of two packed files and a chain, in two stages, with several epochs of each."""
     rng, sources = np.random.default_rng(0), []
     for name in ("a", "b"):
@@ -28,7 +27,7 @@ def mixture(folder: Path) -> BlendedSource:
     return BlendedSource(sources, [BlendStage(0, (7, 2, 0)), BlendStage(150, (1, 3, 2))], packed=True)
 
 
-def read_batch(source: BlendedSource, batch: tuple[range, ...], dp_size: int) -> list[list[int]]:
+def read_batch(source, batch, dp_size):
     """Return the rows of a batch as its ranks read them, rank after rank."""
     return [
         row
@@ -39,12 +38,12 @@ def read_batch(source: BlendedSource, batch: tuple[range, ...], dp_size: int) ->
     ]
 
 
-def run(source: BlendedSource, draw: random.Random, resumes: int, num_samples: int) -> list[list[int]]:
+def run(source, draw, resumes, num_samples):
     """Return the rows of all applied updates, in order. The run is interrupted at some updates, and continues from its
     checkpoint with other ranks and another batch size.
     """
-    rows: list[list[int]] = []
-    state: PlanState | None = None
+    rows = []
+    state = None
     for _ in range(resumes + 1):
         dp_size = draw.choice([1, 2, 4])
         size = 2 * dp_size * draw.choice([1, 2, 3])
@@ -60,7 +59,7 @@ def run(source: BlendedSource, draw: random.Random, resumes: int, num_samples: i
     return rows
 
 
-def test_a_run_reads_the_same_rows_on_1_2_and_4_ranks_and_after_any_resumes(tmp_path: Path) -> None:
+def test_a_run_reads_the_same_rows_on_1_2_and_4_ranks_and_after_any_resumes(tmp_path):
     source = mixture(tmp_path)
     straight = source.read(range(2600)).tokens.tolist()
     for seed, resumes in enumerate([0, 100, 100] if FULL else [0, 10]):
@@ -69,10 +68,10 @@ def test_a_run_reads_the_same_rows_on_1_2_and_4_ranks_and_after_any_resumes(tmp_
         assert rows == straight[: len(rows)]
 
 
-def test_a_batch_that_overflowed_comes_back_with_the_rows_it_had_whatever_the_batch_size_then(tmp_path: Path) -> None:
+def test_a_batch_that_overflowed_comes_back_with_the_rows_it_had_whatever_the_batch_size_then(tmp_path):
     source, draw = mixture(tmp_path), random.Random(5)
-    rows: list[list[int]] = []
-    state: PlanState | None = None
+    rows = []
+    state = None
     for _ in range(40 if FULL else 12):
         dp_size = draw.choice([1, 2, 4])
         plan = BatchPlan(10**9, 2 * dp_size * draw.choice([1, 2]), "requeue", 10**9, state)

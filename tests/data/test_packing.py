@@ -2,8 +2,6 @@
 a split are disjoint.
 """
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -16,7 +14,7 @@ from megamix.data.token_file import TokenFile, TokenFileWriter
 CPU = torch.device("cpu")
 
 
-def write(prefix: Path, lengths: list[int], first: int = 0) -> TokenFile:
+def write(prefix, lengths, first=0):
     """Write documents of these lengths. Tokens are first, first + 1, ...: a token is its place in the stream."""
     with TokenFileWriter(prefix, first + sum(lengths)) as writer:
         for length in lengths:
@@ -25,11 +23,11 @@ def write(prefix: Path, lengths: list[int], first: int = 0) -> TokenFile:
     return TokenFile(prefix)
 
 
-def packed(file: TokenFile, seq_len: int = 8) -> TokenFileSource:
+def packed(file, seq_len=8):
     return TokenFileSource([TokenSpan.whole(file)], seq_len=seq_len, vocab_size=2**16, seed=1, packed=True)
 
 
-def test_positions_restart_with_every_document_and_its_first_token_is_no_target(tmp_path: Path) -> None:
+def test_positions_restart_with_every_document_and_its_first_token_is_no_target(tmp_path):
     source = packed(write(tmp_path / "t", [3, 1, 0, 7, 6]))  # 17 tokens: two windows of 8 and 1 that overlap by one
     with BatchLoader(source, CPU) as loader:
         batch = loader.get(range(2))
@@ -44,9 +42,7 @@ def test_positions_restart_with_every_document_and_its_first_token_is_no_target(
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_every_token_is_read_once_an_epoch_and_all_but_the_first_of_a_document_are_targets_once(
-    tmp_path: Path, seed: int
-) -> None:
+def test_every_token_is_read_once_an_epoch_and_all_but_the_first_of_a_document_are_targets_once(tmp_path, seed):
     lengths = np.random.default_rng(seed).integers(1, 30, size=60).tolist()
     file = write(tmp_path / "t", lengths)
     source = packed(file)
@@ -66,7 +62,7 @@ def test_every_token_is_read_once_an_epoch_and_all_but_the_first_of_a_document_a
             assert read[1:-1].tolist() == [1] * (file.num_tokens - 2)
 
 
-def test_the_end_of_a_file_is_padded_with_documents_that_predict_nothing(tmp_path: Path) -> None:
+def test_the_end_of_a_file_is_padded_with_documents_that_predict_nothing(tmp_path):
     source = packed(write(tmp_path / "t", [12]))
     assert source.num_windows == 2
     with BatchLoader(source, CPU) as loader:
@@ -77,7 +73,7 @@ def test_the_end_of_a_file_is_padded_with_documents_that_predict_nothing(tmp_pat
     assert batch.positions[row].tolist() == [0, 1, 2, 3, 0, 0, 0, 0]
 
 
-def test_several_files_are_one_corpus_in_one_order(tmp_path: Path) -> None:
+def test_several_files_are_one_corpus_in_one_order(tmp_path):
     files = [write(tmp_path / name, [41], first) for name, first in (("a", 0), ("b", 100), ("c", 200))]
     source = TokenFileSource([TokenSpan.whole(file) for file in files], seq_len=8, vocab_size=2**16, seed=1)
     rows = source.read(range(15)).tokens
@@ -86,7 +82,7 @@ def test_several_files_are_one_corpus_in_one_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("share", "first_part"), [(0.5, 50), (0.95, 95), (1 / 3, 33)])
-def test_the_parts_of_a_split_share_no_document(tmp_path: Path, share: float, first_part: int) -> None:
+def test_the_parts_of_a_split_share_no_document(tmp_path, share, first_part):
     file = write(tmp_path / "t", [10] * 100)
     training, validation = split(file, share)
     assert training == (file, 0, 10 * first_part)
@@ -98,7 +94,7 @@ def test_the_parts_of_a_split_share_no_document(tmp_path: Path, share: float, fi
     assert len(seen[0] | seen[1]) == 1000
 
 
-def test_rows_of_a_blend_are_those_of_its_sources_packed_or_not(tmp_path: Path) -> None:
+def test_rows_of_a_blend_are_those_of_its_sources_packed_or_not(tmp_path):
     sources = [packed(write(tmp_path / "t", [5] * 20)), MarkovSource(vocab_size=50, seq_len=8, branching=2, seed=1)]
     blend = BlendedSource(sources, [BlendStage(0, (2, 1))], packed=True)
     rows = blend.read(range(30))
@@ -113,7 +109,7 @@ def test_rows_of_a_blend_are_those_of_its_sources_packed_or_not(tmp_path: Path) 
     assert [count for count, _ in own] == [20, 10]
 
 
-def test_parts_of_a_batch_keep_their_exact_count(tmp_path: Path) -> None:
+def test_parts_of_a_batch_keep_their_exact_count(tmp_path):
     source = packed(write(tmp_path / "t", [3, 1, 7, 6, 5, 9, 2, 2]))
     with BatchLoader(source, CPU) as loader:
         whole = loader.get(range(4))

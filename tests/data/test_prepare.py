@@ -6,9 +6,7 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Sequence
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,8 +14,8 @@ import pytest
 from megamix.data.prepare import prepare_corpus as prepare_module
 from megamix.data.prepare import tokenizer_choice
 from megamix.data.prepare.corpus import input_corpus, named_corpus
-from megamix.data.prepare.plan import Plan, PlannedFile, make_plan
-from megamix.data.prepare.prepare_corpus import Prepared, Request, prepare_corpus
+from megamix.data.prepare.plan import make_plan
+from megamix.data.prepare.prepare_corpus import Request, prepare_corpus
 from megamix.data.prepare.split import Split, split_of
 from megamix.data.prepare.tokenizer_choice import TokenizerChoice
 from megamix.data.token_file import TokenFile
@@ -36,7 +34,7 @@ OUTPUTS = [
 
 
 @pytest.fixture
-def text_dir(tmp_path: Path) -> Path:
+def text_dir(tmp_path):
     folder = tmp_path / "text"
     folder.mkdir()
     for number in range(40):
@@ -44,28 +42,26 @@ def text_dir(tmp_path: Path) -> Path:
     return folder
 
 
-def prepare(
-    text_dir: Path, output: Path, vocab_size: int = 280, valid_fraction: float = 0.25, **effort: int
-) -> Prepared:
+def prepare(text_dir, output, vocab_size=280, valid_fraction=0.25, **effort):
     choice, effort = TokenizerChoice("train", vocab_size), {"num_workers": 1, **effort}
     request = Request(tokenizer=choice, valid_fraction=valid_fraction, **effort)
     return prepare_corpus(input_corpus([str(text_dir)]), output, request)
 
 
-def _training_texts(plan: Plan, valid_fraction: float) -> list[str]:
+def _training_texts(plan, valid_fraction):
     return list(tokenizer_choice._training_texts(plan, "text", Split(valid_fraction, longest=2**20), ProgressLine()))
 
 
-def contents(folder: Path) -> dict[str, bytes]:
+def contents(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def documents(prefix: Path, tokenizer: Tokenizer) -> list[str]:
+def documents(prefix, tokenizer):
     text = tokenizer.decode(TokenFile(prefix).tokens[:].tolist())
     return text.split("<|endoftext|>")[:-1]
 
 
-def test_every_document_lands_whole_in_exactly_one_part(text_dir: Path, tmp_path: Path) -> None:
+def test_every_document_lands_whole_in_exactly_one_part(text_dir, tmp_path):
     output = tmp_path / "out"
     prepared = prepare(text_dir, output)
     assert not prepared.reused
@@ -76,9 +72,7 @@ def test_every_document_lands_whole_in_exactly_one_part(text_dir: Path, tmp_path
     assert 4 <= len(valid) <= 16  # 40 draws at 0.25
 
 
-def test_of_a_large_corpus_the_tokenizer_learns_from_a_bounded_part_spread_evenly(
-    text_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_a_large_corpus_the_tokenizer_learns_from_a_bounded_part_spread_evenly(text_dir, tmp_path, monkeypatch):
     whole = prepare(text_dir, tmp_path / "whole", piece_bytes=2**11)
     assert "learned from" not in whole.summary()
     monkeypatch.setattr(prepare_module, "TRAIN_BYTES", 2**13)
@@ -93,7 +87,7 @@ def test_of_a_large_corpus_the_tokenizer_learns_from_a_bounded_part_spread_evenl
     assert max(now - before for before, now in pairwise(sorted(found))) < 10
 
 
-def test_a_vocabulary_smaller_than_asked_is_told(text_dir: Path, tmp_path: Path) -> None:
+def test_a_vocabulary_smaller_than_asked_is_told(text_dir, tmp_path):
     small = prepare(text_dir, tmp_path / "small", vocab_size=32000)
     size = small.manifest["vocab_size"]
     assert 280 < size < 500
@@ -103,7 +97,7 @@ def test_a_vocabulary_smaller_than_asked_is_told(text_dir: Path, tmp_path: Path)
     assert "asked for" not in prepare(text_dir, tmp_path / "whole").summary()
 
 
-def test_the_manifest_says_what_was_read_and_written(text_dir: Path, tmp_path: Path) -> None:
+def test_the_manifest_says_what_was_read_and_written(text_dir, tmp_path):
     (text_dir / "latin.txt").write_bytes(b"K\xe4se")
     prepared = prepare(text_dir, tmp_path / "out")
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
@@ -128,7 +122,7 @@ def test_the_manifest_says_what_was_read_and_written(text_dir: Path, tmp_path: P
     assert "1 bad record left out (bad_records.jsonl), the first: " in prepared.summary()
 
 
-def test_empty_files_and_records_are_counted_and_the_files_named(tmp_path: Path) -> None:
+def test_empty_files_and_records_are_counted_and_the_files_named(tmp_path):
     for name, text in {"a.txt": "words " * 50, "b.txt": "", "c.txt": ""}.items():
         (tmp_path / name).write_text(text)
     corpus = input_corpus([str(tmp_path)])
@@ -140,7 +134,7 @@ def test_empty_files_and_records_are_counted_and_the_files_named(tmp_path: Path)
     assert told.endswith("; train 1 document, 5 tokens; 1 empty document left out")
 
 
-def test_the_same_request_is_answered_from_what_is_there(text_dir: Path, tmp_path: Path) -> None:
+def test_the_same_request_is_answered_from_what_is_there(text_dir, tmp_path):
     first = prepare(text_dir, tmp_path / "out")
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}
     second = prepare(text_dir, tmp_path / "out")
@@ -150,7 +144,7 @@ def test_the_same_request_is_answered_from_what_is_there(text_dir: Path, tmp_pat
     assert "already prepared" in second.summary()
 
 
-def test_two_prepares_of_one_request_write_the_same_bytes(text_dir: Path, tmp_path: Path) -> None:
+def test_two_prepares_of_one_request_write_the_same_bytes(text_dir, tmp_path):
     (tmp_path / "b").mkdir()  # an empty directory is as good as none
     prepare(text_dir, tmp_path / "a")
     prepare(text_dir, tmp_path / "b")
@@ -165,8 +159,8 @@ def test_two_prepares_of_one_request_write_the_same_bytes(text_dir: Path, tmp_pa
     ],
 )
 def test_the_result_of_another_request_is_refused_not_overwritten(
-    text_dir: Path, tmp_path: Path, vocab_size: int, valid_fraction: float, message: str
-) -> None:
+    text_dir, tmp_path, vocab_size, valid_fraction, message
+):
     prepare(text_dir, tmp_path / "out")
     before = contents(tmp_path / "out")
     with pytest.raises(ValueError, match=message):
@@ -174,14 +168,14 @@ def test_the_result_of_another_request_is_refused_not_overwritten(
     assert contents(tmp_path / "out") == before
 
 
-def test_a_changed_corpus_is_another_request(text_dir: Path, tmp_path: Path) -> None:
+def test_a_changed_corpus_is_another_request(text_dir, tmp_path):
     prepare(text_dir, tmp_path / "out")
     (text_dir / "00.txt").write_text((text_dir / "00.txt").read_text().replace("same", "SAME"))
     with pytest.raises(ValueError, match="other files or other contents"):
         prepare(text_dir, tmp_path / "out")
 
 
-def test_a_damaged_result_is_refused(text_dir: Path, tmp_path: Path) -> None:
+def test_a_damaged_result_is_refused(text_dir, tmp_path):
     prepare(text_dir, tmp_path / "out")
     (tmp_path / "out" / "train.bin").write_bytes(b"1234")
     with pytest.raises(ValueError, match=r"train.bin has 4 bytes, the manifest says \d+; choose"):
@@ -192,7 +186,7 @@ def test_a_damaged_result_is_refused(text_dir: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("manifest", [None, "{", "[]", "{}", '{"request": [], "outputs": {}}'])
-def test_a_directory_with_anything_else_in_it_is_refused(text_dir: Path, tmp_path: Path, manifest: str | None) -> None:
+def test_a_directory_with_anything_else_in_it_is_refused(text_dir, tmp_path, manifest):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.tex").write_text("mine")
     if manifest is not None:
@@ -202,13 +196,13 @@ def test_a_directory_with_anything_else_in_it_is_refused(text_dir: Path, tmp_pat
     assert (tmp_path / "out" / "thesis.tex").read_text() == "mine"
 
 
-def test_a_file_in_place_of_the_output_is_refused(text_dir: Path, tmp_path: Path) -> None:
+def test_a_file_in_place_of_the_output_is_refused(text_dir, tmp_path):
     (tmp_path / "out").write_text("mine")
     with pytest.raises(ValueError, match="holds no result of prepare"):
         prepare(text_dir, tmp_path / "out")
 
 
-def test_a_new_document_moves_no_more_than_one_of_its_folder(text_dir: Path, tmp_path: Path) -> None:
+def test_a_new_document_moves_no_more_than_one_of_its_folder(text_dir, tmp_path):
     for folder in ("a", "b", "c"):
         (text_dir / folder).mkdir()
         for number in range(40):
@@ -221,7 +215,7 @@ def test_a_new_document_moves_no_more_than_one_of_its_folder(text_dir: Path, tmp
     assert before - after <= {name for name in before if name.startswith("a/")}
 
 
-def test_every_folder_and_every_length_validates_by_its_share(tmp_path: Path) -> None:
+def test_every_folder_and_every_length_validates_by_its_share(tmp_path):
     """Draws without strata give some folders twice their share, and a small corpus's validation is of another kind."""
     for folder, count in (("code", 120), ("prose", 40), ("tables", 40)):
         (tmp_path / folder).mkdir()
@@ -236,27 +230,27 @@ def test_every_folder_and_every_length_validates_by_its_share(tmp_path: Path) ->
     }  # fmt: skip
 
 
-def test_small_folders_have_their_share_together(tmp_path: Path) -> None:
+def test_small_folders_have_their_share_together(tmp_path):
     for number in range(60):
         (tmp_path / f"{number:02}").mkdir()
         (tmp_path / f"{number:02}" / "only.txt").write_text("words")
     assert len(split_of(make_plan(input_corpus([str(tmp_path)])).files, 0.05).held_out) == 3
 
 
-def test_the_standard_library_s_character_tables_are_no_more_of_validation_than_of_the_text() -> None:
+def test_the_standard_library_s_character_tables_are_no_more_of_validation_than_of_the_text():
     files = make_plan(named_corpus("stdlib")).files
     split = split_of(files, 0.05)
     held_out = [planned for planned in files if planned.file.name in split.held_out]
     eligible = [planned for planned in files if planned.num_bytes <= split.longest]
 
-    def share_of_tables(part: Sequence[PlannedFile]) -> float:
+    def share_of_tables(part):
         tables = sum(planned.num_bytes for planned in part if planned.file.name.startswith("encodings/"))
         return tables / sum(planned.num_bytes for planned in part)
 
     assert share_of_tables(held_out) == pytest.approx(share_of_tables(eligible), abs=0.05)
 
 
-def test_a_document_longer_than_half_of_validation_stays_in_training(text_dir: Path) -> None:
+def test_a_document_longer_than_half_of_validation_stays_in_training(text_dir):
     long = [path for path in text_dir.iterdir() if path.name < "04"]
     text = long[0].read_text()
     for times, validating in ((4, 1), (12, 0)):  # a quarter of 40 documents validates
@@ -267,10 +261,8 @@ def test_a_document_longer_than_half_of_validation_stays_in_training(text_dir: P
         assert len(held_out & {path.name for path in long}) == validating
 
 
-def test_where_no_document_validates_the_one_with_the_lowest_draw_moves_there_from_any_piece(
-    text_dir: Path, tmp_path: Path
-) -> None:
-    def draw(path: Path) -> bytes:
+def test_where_no_document_validates_the_one_with_the_lowest_draw_moves_there_from_any_piece(text_dir, tmp_path):
+    def draw(path):
         return hashlib.sha256(path.name.encode()).digest()
 
     lowest = min(text_dir.iterdir(), key=draw).read_text()
@@ -285,7 +277,7 @@ def test_where_no_document_validates_the_one_with_the_lowest_draw_moves_there_fr
     assert sorted(_training_texts(plan, 1e-6)) == sorted(rest)
 
 
-def test_equal_records_move_to_validation_together(tmp_path: Path) -> None:
+def test_equal_records_move_to_validation_together(tmp_path):
     texts = [f"record {number % 5} of some words" for number in range(10)]
     path = tmp_path / "r.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
@@ -302,7 +294,7 @@ def test_equal_records_move_to_validation_together(tmp_path: Path) -> None:
     assert sorted(_training_texts(plan, 1e-6)) == sorted(train)
 
 
-def test_a_second_job_in_one_process_encodes_by_its_own_tokenizer(tmp_path: Path) -> None:
+def test_a_second_job_in_one_process_encodes_by_its_own_tokenizer(tmp_path):
     for name, words in (("a", "the cat sat on the mat "), ("b", "zyx wvu tsr qpo nml kji ")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "page.txt").write_text(words * 40)
@@ -314,7 +306,7 @@ def test_a_second_job_in_one_process_encodes_by_its_own_tokenizer(tmp_path: Path
     assert TokenFile(tmp_path / "b.out" / "train").tokens[:].tolist() == want.tolist()
 
 
-def test_files_of_one_name_validate_by_their_text(tmp_path: Path) -> None:
+def test_files_of_one_name_validate_by_their_text(tmp_path):
     for number in range(40):
         (tmp_path / f"{number}").mkdir()
         (tmp_path / f"{number}" / "page.txt").write_text(f"page {number} of words")
@@ -324,13 +316,13 @@ def test_files_of_one_name_validate_by_their_text(tmp_path: Path) -> None:
     assert 4 <= prepared.manifest["parts"]["valid"]["num_documents"] <= 16  # 40 draws at 0.25
 
 
-def test_no_validation_files_when_none_are_asked_for(text_dir: Path, tmp_path: Path) -> None:
+def test_no_validation_files_when_none_are_asked_for(text_dir, tmp_path):
     prepare(text_dir, tmp_path / "out", valid_fraction=0)
     assert sorted(contents(tmp_path / "out")) == [name for name in OUTPUTS if not name.startswith("valid")]
     assert TokenFile(tmp_path / "out" / "train").num_documents == 40
 
 
-def test_the_tokenizer_has_not_seen_the_validation_documents(text_dir: Path, tmp_path: Path) -> None:
+def test_the_tokenizer_has_not_seen_the_validation_documents(text_dir, tmp_path):
     prepare(text_dir, tmp_path / "a")
     valid = documents(tmp_path / "a" / "valid", Tokenizer.load(tmp_path / "a" / "tokenizer.json"))
     for path in text_dir.iterdir():
@@ -349,15 +341,13 @@ def test_the_tokenizer_has_not_seen_the_validation_documents(text_dir: Path, tmp
         (300, float("nan"), "--valid-fraction nan must lie in 0 <= F < 1; "),
     ],
 )
-def test_wrong_input_is_refused_before_anything_is_written(
-    text_dir: Path, tmp_path: Path, vocab_size: int, valid_fraction: float, message: str
-) -> None:
+def test_wrong_input_is_refused_before_anything_is_written(text_dir, tmp_path, vocab_size, valid_fraction, message):
     with pytest.raises(ValueError, match=message):
         prepare(text_dir, tmp_path / "sub" / "out", vocab_size, valid_fraction)
     assert not (tmp_path / "sub").exists()
 
 
-def test_a_single_document_cannot_be_split(tmp_path: Path) -> None:
+def test_a_single_document_cannot_be_split(tmp_path):
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "only.txt").write_text("one")
     with pytest.raises(
@@ -367,7 +357,7 @@ def test_a_single_document_cannot_be_split(tmp_path: Path) -> None:
     assert not (tmp_path / "sub" / "out").exists()
 
 
-def test_an_empty_corpus_leaves_no_output(tmp_path: Path) -> None:
+def test_an_empty_corpus_leaves_no_output(tmp_path):
     (tmp_path / "text").mkdir()
     with pytest.raises(ValueError, match="holds no file that can be read"):
         prepare(tmp_path / "text", tmp_path / "sub" / "out")
@@ -382,12 +372,10 @@ def test_an_empty_corpus_leaves_no_output(tmp_path: Path) -> None:
     assert list((tmp_path / "sub").iterdir()) == []
 
 
-def test_an_output_that_fills_up_meanwhile_is_not_overwritten(
-    text_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_output_that_fills_up_meanwhile_is_not_overwritten(text_dir, tmp_path, monkeypatch):
     rename = os.rename
 
-    def late_rename(source: Path, target: Path) -> None:
+    def late_rename(source, target):
         if target.name == "out":
             target.mkdir()
             (target / "manifest.json").write_text("of another process")
@@ -400,6 +388,6 @@ def test_an_output_that_fills_up_meanwhile_is_not_overwritten(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out.partial", "text"]
 
 
-def test_token_ids_stay_below_the_vocabulary(text_dir: Path, tmp_path: Path) -> None:
+def test_token_ids_stay_below_the_vocabulary(text_dir, tmp_path):
     prepared = prepare(text_dir, tmp_path / "out")
     assert int(np.max(TokenFile(tmp_path / "out" / "train").tokens)) < prepared.manifest["vocab_size"]

@@ -18,8 +18,7 @@ import pytest
 
 from megamix.data.prepare import prepare_corpus as prepare_module
 from megamix.data.prepare import workers
-from megamix.data.prepare.pieces import EncodingJob, PieceReport, encode_piece
-from megamix.data.prepare.plan import CorpusPiece
+from megamix.data.prepare.pieces import encode_piece
 from megamix.data.token_file import TokenFile
 from tests.conftest import FULL
 from tests.data.prepare_job import prepare
@@ -29,7 +28,7 @@ KILLS = 50 if FULL else 3
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def source(tmp_path_factory):
     """Write about 400 KB in files of every way to be cut, with bad records among them."""
     folder = tmp_path_factory.mktemp("source")
     pick = random.Random(5)
@@ -44,17 +43,17 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def whole(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+def whole(source, tmp_path_factory):
     output = tmp_path_factory.mktemp("whole") / "out"
     prepare(source, output, num_workers=1)
     return contents(output)
 
 
-def contents(folder: Path) -> dict[str, bytes]:
+def contents(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def start(*arguments: object) -> "subprocess.Popen[str]":
+def start(*arguments):
     command = [sys.executable, "-m", "tests.data.prepare_job", *map(str, arguments)]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -63,7 +62,7 @@ def start(*arguments: object) -> "subprocess.Popen[str]":
 
 
 @pytest.fixture(scope="module")
-def calls(source: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, float]:
+def calls(source, tmp_path_factory):
     """Return the calls to the disk of a run that nobody kills, and its seconds."""
     process = start(source, tmp_path_factory.mktemp("calls") / "out", 1)
     since = time.perf_counter()
@@ -72,9 +71,7 @@ def calls(source: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, 
 
 
 @pytest.mark.parametrize("seed", range(KILLS))
-def test_killed_at_a_random_instant_and_rerun_the_files_are_those_of_a_whole_run(
-    source: Path, whole: dict[str, bytes], calls: tuple[int, float], tmp_path: Path, seed: int
-) -> None:
+def test_killed_at_a_random_instant_and_rerun_the_files_are_those_of_a_whole_run(source, whole, calls, tmp_path, seed):
     pick = random.Random(seed)
     output = tmp_path / "out"
     for _ in range(pick.randint(1, 2)):
@@ -92,9 +89,7 @@ def test_killed_at_a_random_instant_and_rerun_the_files_are_those_of_a_whole_run
     assert contents(output) == whole
 
 
-def test_neither_workers_nor_the_size_of_pieces_change_a_byte(
-    source: Path, whole: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_neither_workers_nor_the_size_of_pieces_change_a_byte(source, whole, tmp_path, monkeypatch):
     prepare(source, tmp_path / "two", num_workers=2)
     assert contents(tmp_path / "two") == whole
     assert TokenFile(tmp_path / "two" / "valid").num_documents > 50
@@ -103,13 +98,11 @@ def test_neither_workers_nor_the_size_of_pieces_change_a_byte(
     assert contents(tmp_path / "one") == whole
 
 
-def test_finished_pieces_are_used_by_the_same_request_and_by_no_other(
-    source: Path, whole: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    encoded: list[int] = []
+def test_finished_pieces_are_used_by_the_same_request_and_by_no_other(source, whole, tmp_path, monkeypatch):
+    encoded = []
     disk_full = True
 
-    def failing_encode(job: EncodingJob, piece: CorpusPiece, number: int) -> PieceReport:
+    def failing_encode(job, piece, number):
         encoded.append(number)
         if disk_full and number == 7:
             raise OSError("disk full")
@@ -139,7 +132,7 @@ def test_finished_pieces_are_used_by_the_same_request_and_by_no_other(
     assert encoded[0] == 0
 
 
-def test_two_prepares_of_one_output_are_never_at_work_at_once(source: Path, tmp_path: Path) -> None:
+def test_two_prepares_of_one_output_are_never_at_work_at_once(source, tmp_path):
     with (
         prepare_module._work_folder(tmp_path / "out.partial", {}),
         pytest.raises(ValueError, match=r"another prepare is at work in .*out.partial; wait for it"),
@@ -147,8 +140,8 @@ def test_two_prepares_of_one_output_are_never_at_work_at_once(source: Path, tmp_
         prepare(source, tmp_path / "out", num_workers=1)
 
 
-def test_a_worker_that_lost_its_prepare_is_waited_for_before_another_one_begins(tmp_path: Path) -> None:
-    def begin() -> None:
+def test_a_worker_that_lost_its_prepare_is_waited_for_before_another_one_begins(tmp_path):
+    def begin():
         with prepare_module._work_folder(tmp_path, {}):
             assert not _is_locked(tmp_path / workers._LOCK_NAME)
 
@@ -165,7 +158,7 @@ def test_a_worker_that_lost_its_prepare_is_waited_for_before_another_one_begins(
     assert not waiting.is_alive()
 
 
-def _is_locked(path: Path) -> bool:
+def _is_locked(path):
     with path.open("a") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -174,12 +167,10 @@ def _is_locked(path: Path) -> bool:
     return False
 
 
-def test_a_worker_that_dies_is_named_and_what_is_finished_is_kept(
-    source: Path, whole: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_that_dies_is_named_and_what_is_finished_is_kept(source, whole, tmp_path, monkeypatch):
     receive = workers._Worker.receive
 
-    def killing_receive(self: workers._Worker) -> object:
+    def killing_receive(self):
         report = receive(self)
         if self.number >= 0:  # it encodes, and would go on
             assert _is_locked(tmp_path / "out.partial" / workers._LOCK_NAME)  # the next prepare waits at this lock

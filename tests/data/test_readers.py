@@ -19,7 +19,7 @@ from tests.conftest import FULL
 TEXTS = [f"document {number} " + "wörter " * (number % 40) for number in range(500)]
 
 
-def write(folder: Path, kind: str) -> str:
+def write(folder, kind):
     """Write the texts as one file or dataset. Return the value of --input."""
     lines = "".join(json.dumps({"id": number, "text": text}) + "\n" for number, text in enumerate(TEXTS)).encode()
     path = folder / f"x.{kind}"
@@ -56,7 +56,7 @@ def write(folder: Path, kind: str) -> str:
 
 
 @pytest.mark.parametrize("ending", ["txt.gz", "md.gz", "txt.zst", "gz"])
-def test_a_compressed_text_is_one_document(tmp_path: Path, ending: str) -> None:
+def test_a_compressed_text_is_one_document(tmp_path, ending):
     import zstandard
 
     text = "\n".join(TEXTS)
@@ -73,7 +73,7 @@ KINDS = ["jsonl", "jsonl.gz", "jsonl.zst", "json", "json.gz", "lines.json", "obj
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "saved by datasets"])
-def test_every_kind_gives_the_same_documents_however_it_is_cut(tmp_path: Path, kind: str) -> None:
+def test_every_kind_gives_the_same_documents_however_it_is_cut(tmp_path, kind):
     corpus = input_corpus([write(tmp_path, kind)])
     for piece_bytes in (1, 1000, 10_000, 2**30):
         plan = make_plan(corpus, piece_bytes)
@@ -84,16 +84,14 @@ def test_every_kind_gives_the_same_documents_however_it_is_cut(tmp_path: Path, k
     assert len(plan.pieces) == 1
 
 
-def test_a_dataset_of_a_builder_is_read_from_the_files_that_it_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dataset_of_a_builder_is_read_from_the_files_that_it_loaded(tmp_path, monkeypatch):
     import datasets
 
     write(tmp_path, "parquet")
     dataset = datasets.load_dataset("parquet", data_dir=str(tmp_path), split="train", cache_dir=str(tmp_path / "cache"))
     asked = []
 
-    def load_dataset(name: str, split: str) -> datasets.Dataset:
+    def load_dataset(name, split):
         asked.append((name, split))
         if name == "nobody/nothing":
             raise FileNotFoundError("no such dataset")
@@ -111,7 +109,7 @@ def test_a_dataset_of_a_builder_is_read_from_the_files_that_it_loaded(
 
 
 @pytest.mark.parametrize("contents", [b"two", b"three"])
-def test_a_file_that_changes_between_plan_and_reading_is_refused(tmp_path: Path, contents: bytes) -> None:
+def test_a_file_that_changes_between_plan_and_reading_is_refused(tmp_path, contents):
     (tmp_path / "a.txt").write_bytes(b"one")
     plan = make_plan(input_corpus([str(tmp_path)]))
     stat = (tmp_path / "a.txt").stat()
@@ -123,9 +121,7 @@ def test_a_file_that_changes_between_plan_and_reading_is_refused(tmp_path: Path,
 
 
 @pytest.mark.parametrize("package", ["zstandard", "pyarrow"])
-def test_a_missing_package_is_answered_with_the_pip_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str
-) -> None:
+def test_a_missing_package_is_answered_with_the_pip_line(tmp_path, monkeypatch, package):
     corpus = input_corpus([write(tmp_path, "jsonl.zst" if package == "zstandard" else "parquet")])
     monkeypatch.setitem(sys.modules, package, None)  # makes the import fail
     with pytest.raises(ValueError, match=rf"'{package}' is not installed; run pip install -e '\.\[data\]' in"):
@@ -147,7 +143,7 @@ print(next(line.split()[1] for line in open("/proc/self/status") if line.startsw
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "json"])
-def test_memory_does_not_grow_with_the_corpus(tmp_path: Path, kind: str) -> None:
+def test_memory_does_not_grow_with_the_corpus(tmp_path, kind):
     """Twice the text, or with --full a GB of it: about the same peak, and under 500 MB."""
     line = (json.dumps({"text": "some words of a document " * 160}) + (",\n" if kind == "json" else "\n")).encode()
     peaks = []
@@ -199,7 +195,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.skipif(not FULL, reason="a GB of text, some minutes: with --full")
-def test_a_gigabyte_with_a_tokenizer_that_is_trained_takes_under_500_megabytes_in_all_processes(tmp_path: Path) -> None:
+def test_a_gigabyte_with_a_tokenizer_that_is_trained_takes_under_500_megabytes_in_all_processes(tmp_path):
     files = [file for name in ("stdlib", "torch") for file in named_corpus(name).files]
     lines = [json.dumps({"text": Path(file.path).read_text(encoding="utf-8")}) + "\n" for file in files]
     with (tmp_path / "a.jsonl").open("w") as file:

@@ -2,8 +2,6 @@
 order of its windows.
 """
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -12,7 +10,7 @@ from megamix.data.source import TokenFileSource, TokenSpan
 from megamix.data.token_file import TokenFile, TokenFileWriter
 
 
-def source_of(folder: Path, num_tokens: int, seq_len: int = 8, seed: int = 1) -> TokenFileSource:
+def source_of(folder, num_tokens, seq_len=8, seed=1):
     with TokenFileWriter(folder / "t", num_tokens) as writer:
         writer.add(np.arange(num_tokens // 2))
         writer.add(np.arange(num_tokens // 2, num_tokens))
@@ -21,7 +19,7 @@ def source_of(folder: Path, num_tokens: int, seq_len: int = 8, seed: int = 1) ->
     )
 
 
-def test_an_epoch_has_every_token_but_the_first_as_a_target_once(tmp_path: Path) -> None:
+def test_an_epoch_has_every_token_but_the_first_as_a_target_once(tmp_path):
     source = source_of(tmp_path, 81)  # tokens are 0, 1, 2, ...: a token is its place in the stream
     rows = source.read(range(10)).tokens
     assert rows.dtype == np.int64
@@ -30,13 +28,13 @@ def test_an_epoch_has_every_token_but_the_first_as_a_target_once(tmp_path: Path)
     assert sorted(rows[:, 1:].ravel().tolist()) == list(range(1, 81))
 
 
-def test_tokens_that_fill_no_window_are_left_over(tmp_path: Path) -> None:
+def test_tokens_that_fill_no_window_are_left_over(tmp_path):
     source = source_of(tmp_path, 88)
     assert source.num_windows == 10
     assert source.read(range(50)).tokens.max() == 80
 
 
-def test_two_ranks_read_what_one_rank_reads(tmp_path: Path) -> None:
+def test_two_ranks_read_what_one_rank_reads(tmp_path):
     source = source_of(tmp_path, 1000)
     ((alone,),) = micro_batches((range(56, 64),), micro_batch_size=8, dp_rank=0, dp_size=1)
     pieces = [
@@ -47,17 +45,17 @@ def test_two_ranks_read_what_one_rank_reads(tmp_path: Path) -> None:
     assert (np.concatenate(pieces) == source.read(alone).tokens).all()
 
 
-def test_the_seed_decides_the_order(tmp_path: Path) -> None:
+def test_the_seed_decides_the_order(tmp_path):
     one, two = source_of(tmp_path, 1000, seed=1), source_of(tmp_path, 1000, seed=2)
     assert (one.read(range(9)).tokens != two.read(range(9)).tokens).any()
 
 
-def test_a_file_shorter_than_a_window_is_refused(tmp_path: Path) -> None:
+def test_a_file_shorter_than_a_window_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"8 tokens holds no window of model.seq_len \+ 1 = 9; shorten"):
         source_of(tmp_path, 8)
 
 
-def test_an_id_outside_the_vocabulary_is_found_where_it_is_read(tmp_path: Path) -> None:
+def test_an_id_outside_the_vocabulary_is_found_where_it_is_read(tmp_path):
     # The start of a run reads only a part of a large file.
     source_of(tmp_path, 1000)
     file = TokenFile(tmp_path / "t")

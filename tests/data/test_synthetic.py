@@ -8,11 +8,11 @@ import pytest
 from megamix.data.source import MarkovSource
 
 
-def chain(seed: int = 3, branching: int = 4) -> MarkovSource:
+def chain(seed=3, branching=4):
     return MarkovSource(vocab_size=32, seq_len=15, branching=branching, seed=seed)
 
 
-def test_a_sample_depends_on_seed_and_number_alone() -> None:
+def test_a_sample_depends_on_seed_and_number_alone():
     together = chain().read(range(100, 110)).tokens
     assert together.dtype == np.int64
     assert together.shape == (10, 16)
@@ -21,7 +21,7 @@ def test_a_sample_depends_on_seed_and_number_alone() -> None:
 
 
 @pytest.mark.parametrize("branching", [1, 2, 4, 32])
-def test_the_entropy_is_the_one_stated(branching: int) -> None:
+def test_the_entropy_is_the_one_stated(branching):
     rows = chain(branching=branching).read(range(8000)).tokens
     counts = np.zeros((32, 32))
     np.add.at(counts, (rows[:, :-1].ravel(), rows[:, 1:].ravel()), 1)
@@ -33,11 +33,11 @@ def test_the_entropy_is_the_one_stated(branching: int) -> None:
     assert math.log(branching) - 0.006 < entropy <= math.log(branching) + 1e-12
 
 
-def test_all_tokens_are_about_equally_frequent() -> None:
+def test_all_tokens_are_about_equally_frequent():
     counts = np.bincount(chain().read(range(4000)).tokens.ravel(), minlength=32)
     assert counts.min() > 0.8 * counts.mean()
 
 
-def test_samples_do_not_repeat() -> None:
+def test_samples_do_not_repeat():
     rows = chain(branching=32).read(range(2000)).tokens
     assert len(np.unique(rows, axis=0)) == 2000

@@ -6,43 +6,35 @@ import bisect
 import struct
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from megamix.data.token_file import (
-    TokenFile,
-    TokenFileWriter,
-    bin_path,
-    idx_path,
-    sampled_blocks,
-    token_file_problems,
-)
+from megamix.data.token_file import TokenFile, TokenFileWriter, bin_path, idx_path, sampled_blocks, token_file_problems
 from megamix.data.token_index import DTYPES
 
 DOCUMENTS = [np.array([1, 2, 3]), np.array([4]), np.array([5, 6])]
 
 
-def write(prefix: Path, vocab_size: int = 10) -> Path:
+def write(prefix, vocab_size=10):
     with TokenFileWriter(prefix, vocab_size) as writer:
         for document in DOCUMENTS:
             writer.add(document)
     return prefix
 
 
-def problems(prefix: Path, vocab_size: int = 10, seq_len: int = 2) -> str:
+def problems(prefix, vocab_size=10, seq_len=2):
     return "\n".join(token_file_problems("data.train", str(prefix), vocab_size=vocab_size, seq_len=seq_len))
 
 
-def test_documents_come_back_as_one_stream(tmp_path: Path) -> None:
+def test_documents_come_back_as_one_stream(tmp_path):
     token_file = TokenFile(write(tmp_path / "train"))
     assert token_file.tokens[:].tolist() == [1, 2, 3, 4, 5, 6]
     assert (token_file.num_tokens, token_file.num_documents) == (6, 3)
 
 
-def test_the_files_are_laid_out_byte_by_byte_as_megatron_reads_them(tmp_path: Path) -> None:
+def test_the_files_are_laid_out_byte_by_byte_as_megatron_reads_them(tmp_path):
     prefix = write(tmp_path / "train")
     index = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, 3, 4)
     index += struct.pack("<3i", 3, 1, 2) + struct.pack("<3q", 0, 6, 8) + struct.pack("<4q", 0, 1, 2, 3)
@@ -51,9 +43,7 @@ def test_the_files_are_laid_out_byte_by_byte_as_megatron_reads_them(tmp_path: Pa
 
 
 @pytest.mark.parametrize(("vocab_size", "code", "itemsize"), [(2**16, 8, 2), (2**16 + 1, 4, 4)])
-def test_ids_take_two_bytes_while_the_vocabulary_fits(
-    tmp_path: Path, vocab_size: int, code: int, itemsize: int
-) -> None:
+def test_ids_take_two_bytes_while_the_vocabulary_fits(tmp_path, vocab_size, code, itemsize):
     largest = np.array([vocab_size - 1])
     with TokenFileWriter(tmp_path / "t", vocab_size) as writer:
         writer.add(largest)
@@ -63,9 +53,7 @@ def test_ids_take_two_bytes_while_the_vocabulary_fits(
 
 
 @pytest.mark.parametrize(("code", "dtype"), DTYPES.items())
-def test_files_of_other_writers_with_several_sequences_a_document_are_read(
-    tmp_path: Path, code: int, dtype: str
-) -> None:
+def test_files_of_other_writers_with_several_sequences_a_document_are_read(tmp_path, code, dtype):
     size = np.dtype(dtype).itemsize
     index = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, code, 3, 3)
     index += struct.pack("<3i", 2, 1, 2) + struct.pack("<3q", 0, 2 * size, 3 * size) + struct.pack("<3q", 0, 2, 3)
@@ -78,7 +66,7 @@ def test_files_of_other_writers_with_several_sequences_a_document_are_read(
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values())
-def test_every_dtype_and_several_sequences_a_document_come_back(tmp_path: Path, dtype: str) -> None:
+def test_every_dtype_and_several_sequences_a_document_come_back(tmp_path, dtype):
     with TokenFileWriter(tmp_path / "t", 100, np.dtype(dtype)) as writer:
         writer.add(np.array([1, 2]), np.array([3]))
         writer.add()
@@ -91,7 +79,7 @@ def test_every_dtype_and_several_sequences_a_document_come_back(tmp_path: Path, 
     assert token_file.sequence_lengths[:].tolist() == [2, 1, 0, 1]
 
 
-def test_document_offsets_are_read_by_number_slice_and_array(tmp_path: Path) -> None:
+def test_document_offsets_are_read_by_number_slice_and_array(tmp_path):
     offsets = TokenFile(write(tmp_path / "train")).document_offsets
     want = [0, 3, 4, 6]
     assert len(offsets) == 4
@@ -104,14 +92,14 @@ def test_document_offsets_are_read_by_number_slice_and_array(tmp_path: Path) -> 
     assert [bisect.bisect_right(offsets, token) - 1 for token in range(6)] == [0, 0, 0, 1, 2, 2]
 
 
-def test_a_file_of_numbers_that_are_no_ids_is_refused(tmp_path: Path) -> None:
+def test_a_file_of_numbers_that_are_no_ids_is_refused(tmp_path):
     with TokenFileWriter(tmp_path / "t", 10, np.dtype("<f4")) as writer:
         writer.add(np.array([0.5, 1.5]))
     assert "holds float32, not token ids; write it in an integer dtype" in problems(tmp_path / "t")
 
 
 @pytest.mark.parametrize("token_ids", [[0, 10], [-1, 0]])
-def test_an_id_outside_the_vocabulary_is_never_wrapped_into_the_file(tmp_path: Path, token_ids: list[int]) -> None:
+def test_an_id_outside_the_vocabulary_is_never_wrapped_into_the_file(tmp_path, token_ids):
     with (
         pytest.raises(ValueError, match=r"do not fit a vocabulary of 10; give"),
         TokenFileWriter(tmp_path / "t", 10) as writer,
@@ -120,10 +108,10 @@ def test_an_id_outside_the_vocabulary_is_never_wrapped_into_the_file(tmp_path: P
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_writer_that_fails_leaves_nothing_and_keeps_what_was_there(tmp_path: Path) -> None:
+def test_a_writer_that_fails_leaves_nothing_and_keeps_what_was_there(tmp_path):
     prefix = write(tmp_path / "train")
 
-    def write_half() -> None:
+    def write_half():
         with TokenFileWriter(prefix, 10) as writer:
             writer.add(np.array([9]))
             raise RuntimeError("stop")
@@ -135,14 +123,12 @@ def test_a_writer_that_fails_leaves_nothing_and_keeps_what_was_there(tmp_path: P
 
 
 @pytest.mark.parametrize("kill_at_rename", [0, 1])
-def test_a_writer_killed_while_it_commits_leaves_no_index(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kill_at_rename: int
-) -> None:
+def test_a_writer_killed_while_it_commits_leaves_no_index(tmp_path, monkeypatch, kill_at_rename):
     prefix = write(tmp_path / "train")
     renames = []
     rename = Path.rename
 
-    def killing_rename(self: Path, target: Path) -> Path:
+    def killing_rename(self, target):
         renames.append(target)
         if len(renames) > kill_at_rename:
             raise KeyboardInterrupt
@@ -155,19 +141,19 @@ def test_a_writer_killed_while_it_commits_leaves_no_index(
     assert "train.idx is missing" in problems(prefix)
 
 
-def test_a_folder_or_a_place_from_where_there_is_none_is_told(tmp_path: Path) -> None:
+def test_a_folder_or_a_place_from_where_there_is_none_is_told(tmp_path):
     prefix = write(tmp_path / "train")
     assert f"{prefix.parent} is a folder; write {prefix}" in problems(prefix.parent)
     assert "or start in the folder from which mine/train.idx leads to it" in problems(Path("mine/train"))
 
 
-def test_a_good_prefix_has_no_problems(tmp_path: Path) -> None:
+def test_a_good_prefix_has_no_problems(tmp_path):
     assert problems(write(tmp_path / "train")) == ""
 
 
-def _damage(prefix: Path, damage: str) -> None:
+def _damage(prefix, damage):
     index, tokens = idx_path(prefix).read_bytes(), bin_path(prefix).read_bytes()
-    edits: dict[str, Callable[[], object]] = {
+    edits = {
         "index gone": lambda: idx_path(prefix).unlink(),
         "tokens gone": lambda: bin_path(prefix).unlink(),
         "tokens short": lambda: bin_path(prefix).write_bytes(tokens[:-2]),
@@ -209,9 +195,7 @@ def _damage(prefix: Path, damage: str) -> None:
         ("borders back", r"document borders do not run from 0 to 3; write it again"),
     ],
 )
-def test_a_damaged_file_is_refused_by_name_finding_expectation_and_fix(
-    tmp_path: Path, damage: str, message: str
-) -> None:
+def test_a_damaged_file_is_refused_by_name_finding_expectation_and_fix(tmp_path, damage, message):
     prefix = write(tmp_path / "train")
     _damage(prefix, damage)
     with pytest.raises(ValueError, match=message):
@@ -219,7 +203,7 @@ def test_a_damaged_file_is_refused_by_name_finding_expectation_and_fix(
     assert problems(prefix).startswith(f"data.train = '{prefix}': ")
 
 
-def test_lengths_below_zero_are_refused_even_where_the_sums_agree(tmp_path: Path) -> None:
+def test_lengths_below_zero_are_refused_even_where_the_sums_agree(tmp_path):
     index = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, 3, 4)
     index += struct.pack("<3i", 4, -1, 3) + struct.pack("<3q", 0, 8, 6) + struct.pack("<4q", 0, 1, 2, 3)
     idx_path(tmp_path / "t").write_bytes(index)
@@ -227,7 +211,7 @@ def test_lengths_below_zero_are_refused_even_where_the_sums_agree(tmp_path: Path
     assert "sequences do not lie end to end" in problems(tmp_path / "t")
 
 
-def test_documents_that_do_not_begin_with_the_first_sequence_are_refused(tmp_path: Path) -> None:
+def test_documents_that_do_not_begin_with_the_first_sequence_are_refused(tmp_path):
     index = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, 3, 3)
     index += struct.pack("<3i", 2, 1, 3) + struct.pack("<3q", 0, 4, 6) + struct.pack("<3q", 1, 2, 3)
     idx_path(tmp_path / "t").write_bytes(index)
@@ -235,7 +219,7 @@ def test_documents_that_do_not_begin_with_the_first_sequence_are_refused(tmp_pat
     assert "document borders do not run from 0 to 3" in problems(tmp_path / "t")
 
 
-def test_every_truncation_and_every_flipped_header_byte_is_found(tmp_path: Path) -> None:
+def test_every_truncation_and_every_flipped_header_byte_is_found(tmp_path):
     prefix = write(tmp_path / "train")
     index = idx_path(prefix).read_bytes()
     damaged = [index[:length] for length in range(len(index))]
@@ -245,18 +229,18 @@ def test_every_truncation_and_every_flipped_header_byte_is_found(tmp_path: Path)
         assert problems(prefix), content
 
 
-def test_an_empty_token_file_is_refused(tmp_path: Path) -> None:
+def test_an_empty_token_file_is_refused(tmp_path):
     with TokenFileWriter(tmp_path / "t", 10):
         pass
     assert "is empty; prepare it from a corpus with text" in problems(tmp_path / "t")
 
 
-def test_a_prefix_with_an_ending_is_answered_with_the_ending(tmp_path: Path) -> None:
+def test_a_prefix_with_an_ending_is_answered_with_the_ending(tmp_path):
     prefix = write(tmp_path / "train")
     assert "give the prefix without its ending" in problems(bin_path(prefix))
 
 
-def test_a_vocabulary_larger_than_the_model_s_is_found(tmp_path: Path) -> None:
+def test_a_vocabulary_larger_than_the_model_s_is_found(tmp_path):
     prefix = write(tmp_path / "train")
     assert problems(prefix, vocab_size=7) == ""
     found = problems(prefix, vocab_size=6)
@@ -264,7 +248,7 @@ def test_a_vocabulary_larger_than_the_model_s_is_found(tmp_path: Path) -> None:
     assert "(at least 7)" in found
 
 
-def test_of_a_long_file_blocks_spread_over_it_are_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_a_long_file_blocks_spread_over_it_are_looked_at(tmp_path, monkeypatch):
     prefix = tmp_path / "train"
     with TokenFileWriter(prefix, 2**16) as writer:
         writer.add(np.arange(1000))
@@ -276,25 +260,25 @@ def test_of_a_long_file_blocks_spread_over_it_are_looked_at(tmp_path: Path, monk
     assert TokenFile(prefix).sampled_id_outside(760) is None
 
 
-def test_a_negative_id_of_a_signed_file_is_found(tmp_path: Path) -> None:
+def test_a_negative_id_of_a_signed_file_is_found(tmp_path):
     prefix = write(tmp_path / "train", vocab_size=2**17)
     np.array([1, 2, 3, -4, 5, 6], dtype="<i4").tofile(bin_path(prefix))
     assert "holds token id -4" in problems(prefix)
     assert "or write the file again" in problems(prefix)
 
 
-def test_a_file_shorter_than_one_sample_is_found(tmp_path: Path) -> None:
+def test_a_file_shorter_than_one_sample_is_found(tmp_path):
     prefix = write(tmp_path / "train")
     assert problems(prefix, seq_len=5) == ""
     assert "6 tokens are fewer than one sample of model.seq_len + 1 = 7; shorten" in problems(prefix, seq_len=6)
 
 
-def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
+def test_all_problems_are_told_at_once(tmp_path):
     found = token_file_problems("data.valid", str(write(tmp_path / "t")), vocab_size=3, seq_len=100)
     assert len(found) == 2
 
 
-def test_the_check_needs_no_torch(tmp_path: Path) -> None:
+def test_the_check_needs_no_torch(tmp_path):
     code = (
         "import sys\n"
         "from megamix.data.token_file import token_file_problems\n"

@@ -1,7 +1,6 @@
 """Any text comes back unchanged, a document ends with one end token, and a saved tokenizer loads to the same."""
 
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -12,18 +11,18 @@ TEXTS = ["def add(left, right):\n    return left + right\n", "def subtract(left,
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
+def tokenizer():
     return Tokenizer.train(TEXTS, 280)
 
 
 @pytest.mark.parametrize(
     "text", ["", " leading", "trailing  \n\n", "tabs\tand\r\n", "Käse 日本 \U0001f9c0 \x00", *TEXTS]
 )
-def test_any_text_comes_back_unchanged(tokenizer: Tokenizer, text: str) -> None:
+def test_any_text_comes_back_unchanged(tokenizer, text):
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_a_document_ends_with_the_end_token_and_has_no_other(tokenizer: Tokenizer) -> None:
+def test_a_document_ends_with_the_end_token_and_has_no_other(tokenizer):
     spoof = f"not {END_OF_TEXT} the end"
     first, second, nothing = tokenizer.encode_documents([TEXTS[0], spoof, ""])
     assert first.tolist() == [*tokenizer.encode(TEXTS[0]), tokenizer.end_of_text]
@@ -32,17 +31,17 @@ def test_a_document_ends_with_the_end_token_and_has_no_other(tokenizer: Tokenize
     assert nothing.tolist() == [tokenizer.end_of_text]
 
 
-def test_merges_are_learned_up_to_the_size_asked(tokenizer: Tokenizer) -> None:
+def test_merges_are_learned_up_to_the_size_asked(tokenizer):
     assert tokenizer.vocab_size == 280
     assert len(tokenizer.encode(TEXTS[0])) < len(TEXTS[0]) / 2
 
 
-def test_a_small_corpus_gives_fewer_tokens_never_more() -> None:
+def test_a_small_corpus_gives_fewer_tokens_never_more():
     tokenizer = Tokenizer.train(["abc"], 1000)
     assert MIN_VOCAB_SIZE <= tokenizer.vocab_size < 300
 
 
-def test_a_saved_tokenizer_loads_to_the_same(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_a_saved_tokenizer_loads_to_the_same(tokenizer, tmp_path):
     tokenizer.save(tmp_path / "tokenizer.json")
     loaded = Tokenizer.load(tmp_path / "tokenizer.json")
     assert loaded.encode(TEXTS[1]) == tokenizer.encode(TEXTS[1])
@@ -50,9 +49,7 @@ def test_a_saved_tokenizer_loads_to_the_same(tokenizer: Tokenizer, tmp_path: Pat
     assert (loaded.vocab_size, loaded.end_of_text) == (tokenizer.vocab_size, tokenizer.end_of_text)
 
 
-def test_truncation_padding_and_dropout_of_a_file_change_no_document_and_no_prompt(
-    tokenizer: Tokenizer, tmp_path: Path
-) -> None:
+def test_truncation_padding_and_dropout_of_a_file_change_no_document_and_no_prompt(tokenizer, tmp_path):
     import tokenizers
 
     path = tmp_path / "tokenizer.json"
@@ -69,12 +66,12 @@ def test_truncation_padding_and_dropout_of_a_file_change_no_document_and_no_prom
     assert loaded.encode_prompt(TEXTS[0]) == tokenizer.encode_prompt(TEXTS[0])
 
 
-def test_a_vocabulary_without_room_for_every_byte_is_refused() -> None:
+def test_a_vocabulary_without_room_for_every_byte_is_refused():
     with pytest.raises(ValueError, match=r"--vocab-size 256 is too small.* give at least 257"):
         Tokenizer.train(TEXTS, 256)
 
 
-def test_a_missing_or_damaged_tokenizer_file_is_named(tmp_path: Path) -> None:
+def test_a_missing_or_damaged_tokenizer_file_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"tokenizer .*absent.json' is missing; name"):
         Tokenizer.load(tmp_path / "absent.json")
     (tmp_path / "damaged.json").write_text("{")
@@ -82,7 +79,7 @@ def test_a_missing_or_damaged_tokenizer_file_is_named(tmp_path: Path) -> None:
         Tokenizer.load(tmp_path / "damaged.json")
 
 
-def test_a_foreign_vocabulary_without_end_token_encodes_but_says_that_it_has_none() -> None:
+def test_a_foreign_vocabulary_without_end_token_encodes_but_says_that_it_has_none():
     import tokenizers
 
     foreign = Tokenizer(tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "?": 1}, unk_token="?")))
@@ -91,13 +88,13 @@ def test_a_foreign_vocabulary_without_end_token_encodes_but_says_that_it_has_non
         _ = foreign.end_of_text
 
 
-def test_a_missing_package_is_answered_with_the_pip_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_answered_with_the_pip_line(monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)  # makes the import fail
     with pytest.raises(ValueError, match=r"run pip install -e '\.\[tokenizers\]' in the checkout"):
         Tokenizer.train(TEXTS, 280)
 
 
-def test_without_a_checkout_the_pip_line_names_the_packages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_a_checkout_the_pip_line_names_the_packages(monkeypatch, tmp_path):
     monkeypatch.setattr("megamix.data._ROOT", tmp_path)
     assert installing("tokenizers") == "run pip install 'tokenizers>=0.21' 'tiktoken>=0.8'"
     assert installing("plot") == "run pip install 'matplotlib>=3.9'"

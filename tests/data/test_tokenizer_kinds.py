@@ -5,14 +5,12 @@ same after saving and opening.
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from megamix.data.prepare.corpus import named_corpus
 from megamix.data.prepare.tokenizer_choice import _PROBE, TokenizerChoice
-from megamix.data.text_tokenizer import TextTokenizer
 from megamix.data.tokenizer import END_OF_TEXT, Tokenizer, open_tokenizer, save_tokenizer
 from megamix.data.tokenizer_bulk import BulkEncoder
 from megamix.data.tokenizer_kinds import ByteTokenizer
@@ -36,13 +34,13 @@ HARD = [
 ]
 
 
-def corpus_texts() -> list[str]:
+def corpus_texts():
     """All of the standard library with --full; else a sixtieth of it, from all over."""
     files = named_corpus("stdlib").files
     return [Path(file.path).read_text(encoding="utf-8") for file in (files if FULL else files[7::60])]
 
 
-def make(kind: str, texts: list[str]) -> Tokenizer:
+def make(kind, texts):
     import tokenizers
     from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers
 
@@ -68,12 +66,12 @@ def make(kind: str, texts: list[str]) -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def texts() -> list[str]:
+def texts():
     return corpus_texts()
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama3", "qwen2"])
-def test_the_fast_way_gives_equal_ids(kind: str, texts: list[str]) -> None:
+def test_the_fast_way_gives_equal_ids(kind, texts):
     tokenizer = make(kind, texts[:20])
     slow = tokenizer.encode_documents([*HARD, *texts])
     assert tokenizer.speed_up([*HARD[:3], texts[0]])
@@ -82,7 +80,7 @@ def test_the_fast_way_gives_equal_ids(kind: str, texts: list[str]) -> None:
     assert all(np.array_equal(*pair) for pair in zip(slow, fast, strict=True))
 
 
-def test_what_overflows_the_fast_way_takes_the_slow_one(texts: list[str]) -> None:
+def test_what_overflows_the_fast_way_takes_the_slow_one(texts):
     tokenizer = make("gpt2", texts[:2])
     spaces = " " * 1_000_000
     (slow,) = tokenizer.encode_documents([spaces])
@@ -93,7 +91,7 @@ def test_what_overflows_the_fast_way_takes_the_slow_one(texts: list[str]) -> Non
     assert np.array_equal(slow, fast)
 
 
-def _changed(content: dict[str, Any], **changes: Any) -> dict[str, Any]:
+def _changed(content, **changes):
     """The tokenizer.json with fields replaced; a key with __ is a path."""
     content = json.loads(json.dumps(content))
     for path, value in changes.items():
@@ -105,7 +103,7 @@ def _changed(content: dict[str, Any], **changes: Any) -> dict[str, Any]:
     return content
 
 
-def test_what_tiktoken_cannot_express_is_left_to_tokenizers(texts: list[str]) -> None:
+def test_what_tiktoken_cannot_express_is_left_to_tokenizers(texts):
     content = json.loads(make("gpt2", texts[:2])._tokenizer.to_str())
     assert BulkEncoder.of(content) is not None
     word = content["added_tokens"][0] | {"special": False}
@@ -128,7 +126,7 @@ def test_what_tiktoken_cannot_express_is_left_to_tokenizers(texts: list[str]) ->
         assert BulkEncoder.of(_changed(content, **changes)) is None, changes
 
 
-def test_ids_that_differ_on_the_sample_turn_the_fast_way_off(texts: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ids_that_differ_on_the_sample_turn_the_fast_way_off(texts, monkeypatch):
     tokenizer = make("gpt2", texts[:2])
     monkeypatch.setattr("megamix.data.tokenizer_bulk._GPT2_PATTERN", r"\S+|\s+")
     assert not tokenizer.speed_up(["don't  you"])
@@ -136,7 +134,7 @@ def test_ids_that_differ_on_the_sample_turn_the_fast_way_off(texts: list[str], m
 
 
 @pytest.fixture(scope="module")
-def model_file(tmp_path_factory: pytest.TempPathFactory, texts: list[str]) -> Path:
+def model_file(tmp_path_factory, texts):
     import sentencepiece
 
     folder = tmp_path_factory.mktemp("model")
@@ -148,14 +146,14 @@ def model_file(tmp_path_factory: pytest.TempPathFactory, texts: list[str]) -> Pa
     return folder / "m.model"
 
 
-def tokenizer_of(kind: str, texts: list[str], model_file: Path) -> TextTokenizer:
+def tokenizer_of(kind, texts, model_file):
     if kind == "bytes":
         return ByteTokenizer()
     return make("gpt2", texts[:2]) if kind == "json" else open_tokenizer(model_file)
 
 
 @pytest.mark.parametrize("kind", ["bytes", "json", "sentencepiece"])
-def test_a_tokenizer_opens_again_as_what_it_was(tmp_path: Path, texts: list[str], model_file: Path, kind: str) -> None:
+def test_a_tokenizer_opens_again_as_what_it_was(tmp_path, texts, model_file, kind):
     tokenizer = tokenizer_of(kind, texts, model_file)
     save_tokenizer(tokenizer, tmp_path)
     again = open_tokenizer(tmp_path / tokenizer.file_name)
@@ -170,7 +168,7 @@ def test_a_tokenizer_opens_again_as_what_it_was(tmp_path: Path, texts: list[str]
     assert again.decode(document.tolist()[:-1]) == text
 
 
-def test_other_libraries_read_the_file_of_bytes_and_the_end_token(tmp_path: Path) -> None:
+def test_other_libraries_read_the_file_of_bytes_and_the_end_token(tmp_path):
     import tokenizers
 
     save_tokenizer(ByteTokenizer(), tmp_path)
@@ -180,7 +178,7 @@ def test_other_libraries_read_the_file_of_bytes_and_the_end_token(tmp_path: Path
     assert config == {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT}
 
 
-def test_ids_beyond_a_tokenizer_s_are_left_out_of_the_text(tmp_path: Path, model_file: Path) -> None:
+def test_ids_beyond_a_tokenizer_s_are_left_out_of_the_text(tmp_path, model_file):
     """A model may have more rows than the tokenizer has tokens."""
     save_tokenizer(ByteTokenizer(), tmp_path)
     for tokenizer in (ByteTokenizer(), Tokenizer.load(tmp_path / "tokenizer.json"), open_tokenizer(model_file)):
@@ -189,13 +187,13 @@ def test_ids_beyond_a_tokenizer_s_are_left_out_of_the_text(tmp_path: Path, model
         assert tokenizer.decode([*beyond, *ids, *beyond]) == tokenizer.decode(ids)
 
 
-def test_a_byte_tokenizer_needs_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_byte_tokenizer_needs_no_package(tmp_path, monkeypatch):
     save_tokenizer(ByteTokenizer(), tmp_path)
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     assert open_tokenizer(tmp_path / "tokenizer.json").decode([75, 195, 164, 256]) == f"Kä{END_OF_TEXT}"
 
 
-def _foreign(folder: Path, tokens: list[str], config: Any = None) -> Path:
+def _foreign(folder, tokens, config=None):
     import tokenizers
 
     vocab = {token: place for place, token in enumerate(tokens)}
@@ -206,7 +204,7 @@ def _foreign(folder: Path, tokens: list[str], config: Any = None) -> Path:
     return path
 
 
-def test_the_end_token_is_the_flag_s_then_the_configuration_s_then_a_known_one(tmp_path: Path) -> None:
+def test_the_end_token_is_the_flag_s_then_the_configuration_s_then_a_known_one(tmp_path):
     tokens = ["?", "</s>", "<|end_of_text|>", "<mine>"]
     path = _foreign(tmp_path, tokens)
     assert open_tokenizer(path).end_token == "<|end_of_text|>"
@@ -218,7 +216,7 @@ def test_the_end_token_is_the_flag_s_then_the_configuration_s_then_a_known_one(t
         assert open_tokenizer(_foreign(tmp_path, tokens, config)).end_of_text == 2
 
 
-def test_no_end_token_is_refused_before_anything_is_read(tmp_path: Path, model_file: Path) -> None:
+def test_no_end_token_is_refused_before_anything_is_read(tmp_path, model_file):
     path = str(_foreign(tmp_path, ["?", "a"]))
     with pytest.raises(ValueError, match="no token that ends a document is known: .* by --end-token"):
         TokenizerChoice(path)
@@ -238,22 +236,20 @@ def test_no_end_token_is_refused_before_anything_is_read(tmp_path: Path, model_f
         (("gone.model", None, None), "--tokenizer gone.model is no file; write train, bytes, or the path"),
     ],
 )
-def test_flags_that_do_not_go_together_are_refused(arguments: Any, message: str) -> None:
+def test_flags_that_do_not_go_together_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         TokenizerChoice(*arguments)
 
 
 @pytest.mark.parametrize("package", ["sentencepiece", "tokenizers"])
-def test_a_missing_package_is_answered_with_the_pip_line(
-    tmp_path: Path, model_file: Path, monkeypatch: pytest.MonkeyPatch, package: str
-) -> None:
+def test_a_missing_package_is_answered_with_the_pip_line(tmp_path, model_file, monkeypatch, package):
     monkeypatch.setitem(sys.modules, package, None)  # makes the import fail
     path = model_file if package == "sentencepiece" else tmp_path / "tokenizer.json"
     with pytest.raises(ValueError, match=rf"run pip install -e '\.\[{package}\]' in the checkout"):
         open_tokenizer(path)
 
 
-def test_ids_that_are_left_out_count_in_the_vocabulary(tmp_path: Path) -> None:
+def test_ids_that_are_left_out_count_in_the_vocabulary(tmp_path):
     import tokenizers
 
     path = tmp_path / "tokenizer.json"

@@ -1,12 +1,8 @@
 """Gathers that land as late as possible."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
 
-import torch
 import torch.distributed as dist
 
 from megamix.comm import collectives
@@ -15,7 +11,7 @@ from megamix.comm import collectives
 class _LateGather:
     """A gather that lands at the last moment: the other ranks' parts hold NaN until it is awaited."""
 
-    def __init__(self, gather, flat: torch.Tensor, shard: torch.Tensor):
+    def __init__(self, gather, flat, shard):
         self.side = flat.clone()
         rank, size = dist.get_rank(), dist.get_world_size()
         self.pending = gather(self.side, self.side.view(size, -1)[rank])
@@ -24,7 +20,7 @@ class _LateGather:
         flat.fill_(float("nan"))
         shard.copy_(own)
 
-    def wait(self) -> None:
+    def wait(self):
         self.pending.wait()
         if not self.done:
             self.flat.copy_(self.side)
@@ -32,9 +28,9 @@ class _LateGather:
 
 
 @contextmanager
-def late_gathers() -> Iterator[list[_LateGather]]:
+def late_gathers():
     """Replace every gather between Gloo ranks inside the block by a `_LateGather`, and yield the list of them."""
-    gather, begun = collectives.GlooCollectives.all_gather, list[_LateGather]()
+    gather, begun = collectives.GlooCollectives.all_gather, []
 
     def late(self, flat, shard, number=0):
         begun.append(_LateGather(lambda *args: gather(self, *args, number), flat, shard))

@@ -1,14 +1,10 @@
 """Small pipelines, and the engine with the whole model that they must equal."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from megamix import AdamW, Precision, ShardedEngine, Sharding
 from megamix.comm.topology import Topology
@@ -16,9 +12,7 @@ from megamix.config import ModelConfig, ParallelismConfig
 from megamix.config.mesh_checks import SPLITS_BACKWARD
 from megamix.data.loader import Batch
 from megamix.machine import torch_version
-from megamix.mixed_precision.bucket import Bucket
 from megamix.mixed_precision.loss_scale import DynamicLossScale
-from megamix.mixed_precision.weights import Fill
 from megamix.model.transformer import Transformer
 from megamix.parallel.build import build_model, drawn
 from megamix.parallel.micro_batch_runner import MicroBatch
@@ -27,7 +21,7 @@ from megamix.parallel.pipeline_parallel import Handover, Pipeline
 from megamix.parallel.stages import V_SHAPED, plan_stages
 from megamix.tools.verify.core.observed_step import rank_device
 
-MODELS: dict[str, dict[str, Any]] = {
+MODELS = {
     "gpt": {"norm": "layernorm", "position": "learned", "activation": "gelu", "bias": True},
     "llama": {"num_kv_heads": 2, "scaled_init": False},
 }
@@ -49,19 +43,16 @@ class Case:
     packed: bool = False
 
     @property
-    def micro_batches(self) -> int:
+    def micro_batches(self):
         return self.rounds * self.pp_size
 
-    def config(self) -> ModelConfig:
+    def config(self):
         layers = 2 * self.pp_size + 1  # two stages per rank, and one more block than stages
         sizes = {"vocab_size": VOCAB, "seq_len": T, "hidden_size": 16, "num_layers": layers, "num_heads": 4}
         return ModelConfig(**sizes, **MODELS[self.model], tie_embeddings=self.tied, init_std=0.1, **dict(self.more))
 
 
-def pipeline_engine(
-    case: Case, model: Transformer, topology: Topology, placements: Any = None, *,
-    copies: int = 1, fill: Fill | None = None,
-) -> ShardedEngine:  # fmt: skip
+def pipeline_engine(case, model, topology, placements=None, *, copies=1, fill=None):
     """Build this rank's engine. `copies`: the number of data-parallel ranks that this process stands for."""
     scale = DynamicLossScale(init_scale=2.0**8, growth_interval=1, max_scale=2.0**8)
     return ShardedEngine(
@@ -76,7 +67,7 @@ def pipeline_engine(
     )
 
 
-def make_pipeline(case: Case, topology: Topology, sequence: bool = False) -> tuple[ShardedEngine, Pipeline]:
+def make_pipeline(case, topology, sequence=False):
     config, per_rank = case.config(), 1 if case.schedule == "1f1b" else 2
     stages = plan_stages(config, topology.pp.size, per_rank, v_shaped=case.schedule in V_SHAPED)
     model, placements = build_model(
@@ -88,14 +79,14 @@ def make_pipeline(case: Case, topology: Topology, sequence: bool = False) -> tup
     return engine, Pipeline(engine, model, own, case.schedule, handover)
 
 
-def make_whole(case: Case, topology: Topology) -> ShardedEngine:
+def make_whole(case, topology):
     """Build the whole model's engine on each of this stage's data-parallel ranks."""
     torch.manual_seed(5)
     alone = Topology() if topology.dp.group is None else Topology.current(topology.dp.group)
     return pipeline_engine(case, Transformer(case.config()), alone)
 
 
-def batches(case: Case, step: int, dp_rank: int) -> list[Batch]:
+def batches(case, step, dp_rank):
     """Return a step's micro-batches, functions of step, rank and number."""
     made = []
     for number in range(case.micro_batches):
@@ -109,12 +100,12 @@ def batches(case: Case, step: int, dp_rank: int) -> list[Batch]:
     return made
 
 
-def micro_batches(case: Case, step: int, dp_rank: int, seeded: bool = False) -> list[MicroBatch]:
+def micro_batches(case, step, dp_rank, seeded=False):
     made = batches(case, step, dp_rank)
     return [MicroBatch(batch, 7 * number if seeded else None) for number, batch in enumerate(made)]
 
 
-def by_name(engine: ShardedEngine, shard_of: Callable[[Bucket], Tensor]) -> dict[str, Tensor]:
+def by_name(engine, shard_of):
     """Return one tensor of each bucket's shard by parameter name. Every owner must call it."""
     found = {}
     for bucket in engine.buckets:
@@ -123,12 +114,12 @@ def by_name(engine: ShardedEngine, shard_of: Callable[[Bucket], Tensor]) -> dict
     return found
 
 
-def state_of_shard(name: str, bucket: Bucket) -> Tensor:
+def state_of_shard(name, bucket):
     """Return one state of all elements of a bucket that this rank owns."""
     return torch.cat([states[name] for states in bucket.states])
 
 
-def state_of(engine: ShardedEngine) -> dict[str, list[Tensor]]:
+def state_of(engine):
     """Return master and moments by name, and this rank's half parameters."""
     kinds = [lambda bucket: bucket.master, *(partial(state_of_shard, name) for name in ("exp_avg", "exp_avg_sq"))]
     parts = [by_name(engine, kind) for kind in kinds]

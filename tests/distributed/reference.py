@@ -1,18 +1,13 @@
 """The plain loop that the engine must equal: one process, no buckets, no shards, every virtual rank in turn."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from megamix.mixed_precision.muon import MOMENTUM, Muon
 from megamix.mixed_precision.nag import NAG
-from megamix.mixed_precision.optimizers import Optimizer
 
 
 @dataclass
@@ -28,11 +23,11 @@ class Reference:
 
 
 def train_reference(
-    model: nn.Module,
-    loss_of: Callable[[nn.Module, int, int, int], Tensor],  # takes model, step, rank, micro-batch
-    optimizer: Optimizer,
-    settings: Any,  # steps, dp_size, micro_batches, accumulate, dtype, grad_dtype, reduce_dtype, loss_scale, clip_grad
-) -> Reference:
+    model,
+    loss_of,  # takes model, step, rank, micro-batch
+    optimizer,
+    settings,  # steps, dp_size, micro_batches, accumulate, dtype, grad_dtype, reduce_dtype, loss_scale, clip_grad
+):
     """Train by the plain loop.
 
     Each rank's micro-batches are added in order in the gradient's dtype, then the ranks' sums in FP32, rounded once
@@ -52,7 +47,7 @@ def train_reference(
             param.data = masters[name][: param.numel()].view(param.shape).to(settings.dtype)
         # Gradients by group of micro-batches that is summed over the ranks at once (all of them, or each alone), by
         # rank and by name.
-        turns = dict[int, dict[int, dict[str, Tensor]]]()
+        turns = {}
         losses = []
         for rank in range(settings.dp_size):
             for micro_batch in range(settings.micro_batches(step, rank)):
@@ -90,7 +85,7 @@ def train_reference(
     return result
 
 
-def _torch_optimizer(optimizer: Optimizer, params: dict[str, nn.Parameter], masters: dict[str, Tensor]) -> Any:
+def _torch_optimizer(optimizer, params, masters):
     groups = []
     for name, param in params.items():
         group = optimizer.group_of(name, tuple(param.shape))
@@ -110,7 +105,7 @@ class VelocityNag(torch.optim.Optimizer):
     """The velocity form, which torch does not have: the operations of docs/numerics.md, in their order."""
 
     @torch.no_grad()
-    def step(self) -> None:
+    def step(self):
         for group in self.param_groups:
             (master,), lr, momentum = group["params"], group["lr"], group["momentum"]
             grad, velocity = master.grad, self.state[master].get("velocity", torch.zeros_like(master))
@@ -128,9 +123,7 @@ class PlainMuon:
     direction of a matrix, and nothing else.
     """
 
-    def __init__(
-        self, optimizer: Muon, params: dict[str, nn.Parameter], masters: dict[str, Tensor], groups: list[dict[str, Any]]
-    ):
+    def __init__(self, optimizer, params, masters, groups):
         self.optimizer, self.matrices, rest = optimizer, [], []
         for (name, param), group in zip(params.items(), groups, strict=True):
             if rows := optimizer.matrices(name, tuple(param.shape)):
@@ -145,7 +138,7 @@ class PlainMuon:
             state |= {name: torch.zeros(sum(one[name] for one in lengths)) for name in lengths[0]}
 
     @torch.no_grad()
-    def step(self) -> None:
+    def step(self):
         self.rest.step()
         for group, all_rows, columns in self.matrices:
             (master,), lr, optimizer = group["params"], group["lr"], self.optimizer

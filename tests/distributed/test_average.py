@@ -4,19 +4,15 @@ every read gets it, and nothing that trains or saves is taken. The weights come 
 exception, and writes inside are found.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 import re
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from megamix import (
@@ -32,10 +28,9 @@ from megamix import (
     WeightAverage,
 )
 from megamix.comm.topology import Topology
+from tests.builders import bf16_engine, loss_of, make_batch, make_model, train_steps
 from tests.checkpoint.state import fp16_engine
 from tests.conftest import FULL
-from tests.distributed.models import loss_of, make_batch, make_model
-from tests.engines import bf16_engine, train_steps
 
 pytestmark = pytest.mark.uncounted
 
@@ -73,7 +68,7 @@ AXES = {
 }
 
 
-def _cases(dp_size: int, count: int) -> list[Case]:
+def _cases(dp_size, count):
     """Return seeded picks from the product of all axes: the first ones have every `shard`."""
     product = [Case(**dict(zip(AXES, values, strict=True))) for values in itertools.product(*AXES.values())]
     product = [case for case in product if case.units or case.shard != "parameters"]
@@ -82,7 +77,7 @@ def _cases(dp_size: int, count: int) -> list[Case]:
     return [*each, *(case for case in product if case not in each)][:count]
 
 
-def _build(case: Case) -> ShardedEngine:
+def _build(case):
     model = make_model(case.tied)
     model.blocks[1].up.requires_grad_(not case.frozen)
     scale = DynamicLossScale(init_scale=2.0**20, growth_interval=2) if case.dtype == torch.float16 else None
@@ -94,17 +89,17 @@ def _build(case: Case) -> ShardedEngine:
     return ShardedEngine(model, optimizer, Precision(case.dtype, loss_scale=scale), sharding, compile_update=False)
 
 
-def _padded(weights: dict[str, Tensor], trained: list[str]) -> list[Tensor]:
+def _padded(weights, trained):
     """Return the trained weights flat, and padded to whole vectors, whose kernels have no scalar tail."""
     return [F.pad(weights[name].flatten(), (0, -weights[name].numel() % 64)) for name in trained]
 
 
-def _halves(engine: ShardedEngine) -> list[Tensor]:
+def _halves(engine):
     with engine.whole_parameters():
         return [param.detach().clone() for param in engine.module.parameters()]
 
 
-def _wrong(case: Case) -> tuple[list[str], int]:
+def _wrong(case):
     """Return what differs from torch's average of the masters, and the number of skipped steps."""
     engine = _build(case)
     average = WeightAverage(engine, DECAY)
@@ -143,12 +138,12 @@ def _wrong(case: Case) -> tuple[list[str], int]:
     return [f"{case}: {what}" for what in wrong], int(engine.skipped_steps)
 
 
-def _all_wrong(cases: list[Case]) -> list[tuple[list[str], int]]:
+def _all_wrong(cases):
     return [_wrong(case) for case in cases]
 
 
 @pytest.mark.parametrize("dp_size", [1, 2, 4])
-def test_the_average_is_that_of_torchs_loop(run_ranks, dp_size: int) -> None:
+def test_the_average_is_that_of_torchs_loop(run_ranks, dp_size):
     cases = _cases(dp_size, COUNTS[dp_size])
     by_rank = [_all_wrong(cases)] if dp_size == 1 else run_ranks(_all_wrong, dp_size, cases, deadline_s=600.0)
     for answers in by_rank:
@@ -156,22 +151,22 @@ def test_the_average_is_that_of_torchs_loop(run_ranks, dp_size: int) -> None:
         assert all(skipped for case, (_, skipped) in zip(cases, answers, strict=True) if case.dtype == torch.float16)
 
 
-def _with_replicas() -> list[tuple[list[str], int]]:
+def _with_replicas():
     return [_wrong(Case("states", torch.bfloat16, "adamw", True, True, False, 1111, replicas=2))]
 
 
-def test_replicas_average_alike(run_ranks) -> None:
+def test_replicas_average_alike(run_ranks):
     assert [answer for answers in run_ranks(_with_replicas, 4) for answer in answers] == [([], 0)] * 4
 
 
-def _trained(shard: str = "states") -> tuple[ShardedEngine, WeightAverage]:
+def _trained(shard="states"):
     engine = bf16_engine(make_model(tied=False), shard=shard, bucket_size=1111)
     average = WeightAverage(engine, DECAY)
     train_steps(engine, range(2))
     return engine, average
 
 
-def _reads_without_a_wait() -> list[bool]:
+def _reads_without_a_wait():
     """Return whether a plain read gets the right weights at once, inside the block and behind it."""
     engine, average = _trained()
     masters = engine.full_weights()
@@ -187,12 +182,12 @@ def _reads_without_a_wait() -> list[bool]:
     ]
 
 
-def test_no_read_is_stale(run_ranks) -> None:
+def test_no_read_is_stale(run_ranks):
     assert run_ranks(_reads_without_a_wait, 2) == [[True, True]] * 2
 
 
 @pytest.mark.parametrize("shard", ["states", "parameters"])
-def test_an_exception_brings_the_weights_back(shard: str) -> None:
+def test_an_exception_brings_the_weights_back(shard):
     engine, average = _trained(shard)
     masters, halves = engine.full_weights(), _halves(engine)
     hook = engine.module.blocks[1].register_forward_pre_hook(_interrupt)
@@ -205,7 +200,7 @@ def test_an_exception_brings_the_weights_back(shard: str) -> None:
     assert not engine.step().found_inf
 
 
-def _interrupt(module: nn.Module, given: object) -> None:
+def _interrupt(module, given):
     raise KeyboardInterrupt
 
 
@@ -225,7 +220,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("shard", ["states", "parameters"])
-def test_what_trains_or_saves_is_refused_inside(shard: str, tmp_path: Path) -> None:
+def test_what_trains_or_saves_is_refused_inside(shard, tmp_path):
     engine, average = _trained(shard)
     with average.weights():
         for name, call in CALLS.items():
@@ -239,13 +234,13 @@ def test_what_trains_or_saves_is_refused_inside(shard: str, tmp_path: Path) -> N
     engine.step()
 
 
-def test_it_is_not_shown_where_another_block_shows_the_masters() -> None:
+def test_it_is_not_shown_where_another_block_shows_the_masters():
     engine, average = _trained("parameters")
     with engine.whole_parameters(), pytest.raises(RuntimeError, match=r"inside engine.whole_parameters\(\)"):
         average.weights().__enter__()
 
 
-def test_an_earlier_graph_is_refused() -> None:
+def test_an_earlier_graph_is_refused():
     engine, average = _trained()
     loss = loss_of(engine.module, make_batch(2, 0, 0))
     with average.weights():
@@ -254,7 +249,7 @@ def test_an_earlier_graph_is_refused() -> None:
         engine.backward(loss)
 
 
-def test_writes_inside_the_block_are_found() -> None:
+def test_writes_inside_the_block_are_found():
     engine, average = _trained()
     with pytest.raises(RuntimeError, match=r"head.weight was written in place"), average.weights(), torch.no_grad():
         engine.module.head.weight.add_(1.0)
@@ -264,7 +259,7 @@ def test_writes_inside_the_block_are_found() -> None:
         train_steps(engine)
 
 
-def test_a_write_before_the_block_is_found() -> None:
+def test_a_write_before_the_block_is_found():
     engine, average = _trained()
     engine.module.head.weight.data.add_(1.0)
     with pytest.raises(RuntimeError, match=r"parameter head.weight was written past the engine"), average.weights():
@@ -272,7 +267,7 @@ def test_a_write_before_the_block_is_found() -> None:
 
 
 @pytest.mark.parametrize("loaded", [False, True])
-def test_a_skipped_step_changes_no_bit(loaded: bool) -> None:
+def test_a_skipped_step_changes_no_bit(loaded):
     engine, plain = fp16_engine(), fp16_engine()
     plain.load_weights({name: torch.full_like(value, -0.0) for name, value in plain.full_weights().items()})
     if loaded:
@@ -289,7 +284,7 @@ def test_a_skipped_step_changes_no_bit(loaded: bool) -> None:
     )
 
 
-def test_loaded_weights_start_it_anew() -> None:
+def test_loaded_weights_start_it_anew():
     engine, average = _trained()
     weights = {name: 2 * value for name, value in engine.full_weights().items()}
     engine.load_weights(weights)
@@ -298,7 +293,7 @@ def test_loaded_weights_start_it_anew() -> None:
     assert all(torch.equal(shown[name], weights[name]) for name in weights)
 
 
-def test_what_cannot_be_kept_is_refused() -> None:
+def test_what_cannot_be_kept_is_refused():
     engine = bf16_engine()
     with pytest.raises(TypeError, match="engine is a TinyModel; pass the ShardedEngine"):
         WeightAverage(engine.module, 0.9)  # type: ignore[arg-type]  # the mistake that is tested
@@ -312,17 +307,17 @@ def test_what_cannot_be_kept_is_refused() -> None:
 
 
 class _TakesTheName(NAG):
-    def states(self, name: str, shape: tuple[int, ...]) -> dict[str, torch.dtype]:
+    def states(self, name, shape):
         return {"average": torch.float32}
 
 
-def _another_decay() -> str:
+def _another_decay():
     engine = bf16_engine()
     with pytest.raises(ValueError, match="decay of WeightAverage must be equal") as raised:
         WeightAverage(engine, 0.5 + 0.25 * dist.get_rank())
     return str(raised.value)
 
 
-def test_ranks_that_differ_are_refused(run_ranks) -> None:
+def test_ranks_that_differ_are_refused(run_ranks):
     told = "decay of WeightAverage must be equal on every rank, got [0.5, 0.75]"
     assert run_ranks(_another_decay, 2) == [told, told]

@@ -1,7 +1,5 @@
 """A rank holds the bytes that the formula gives, and no FP32 copy of half gradients."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import time
@@ -15,10 +13,10 @@ from megamix import NAG, AdamW, DynamicLossScale, Precision, ShardedEngine, Shar
 from megamix.live_storage import LiveStorage
 from megamix.mixed_precision.flat_layout import ROW
 from megamix.tools.plan.engine_memory import EngineMemory
-from tests.distributed.models import loss_of, make_batch, make_model
+from tests.builders import loss_of, make_batch, make_model
 
 
-def _bytes(optimizer, num_states: int, grad_dtype: torch.dtype, reduce_dtype: str) -> tuple[int, int, float]:
+def _bytes(optimizer, num_states, grad_dtype, reduce_dtype):
     """Return (live bytes counted, bytes by the layout, bytes of the layout per parameter)."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     with LiveStorage() as tracker:
@@ -39,7 +37,7 @@ def _bytes(optimizer, num_states: int, grad_dtype: torch.dtype, reduce_dtype: st
     return _live(tracker, resident), resident, per_param
 
 
-def _live(tracker: LiveStorage, held: int) -> int:
+def _live(tracker, held):
     """Return the live bytes without those of small tensors, once they equal `held`. Gloo's threads release the tables
     of an agreement a moment after the tables were awaited.
 
@@ -70,9 +68,7 @@ CASES = [
 @pytest.mark.uncounted
 @pytest.mark.parametrize(("optimizer", "num_states", "grad_dtype", "reduce_dtype", "formula"), CASES)
 @pytest.mark.parametrize("dp_size", [1, 2, 4])
-def test_live_bytes_equal_the_formula(
-    run_ranks, optimizer, num_states: int, grad_dtype, reduce_dtype: str, formula, dp_size: int
-) -> None:
+def test_live_bytes_equal_the_formula(run_ranks, optimizer, num_states, grad_dtype, reduce_dtype, formula, dp_size):
     args = (optimizer, num_states, grad_dtype, reduce_dtype)
     ranks = [_bytes(*args)] if dp_size == 1 else run_ranks(_bytes, dp_size, *args)
     for live, resident, per_param in ranks:
@@ -85,7 +81,7 @@ class _Passing(TorchDispatchMode):
     bytes of one bucket's waiting small gradients, `most_waiting`.
     """
 
-    def __init__(self, engine: ShardedEngine):
+    def __init__(self, engine):
         super().__init__()
         halves = [bucket.params for bucket in engine.buckets] if engine.plan.sharding.shard == "parameters" else []
         flats = (*halves, *(bucket.grads for bucket in engine.buckets))
@@ -102,7 +98,7 @@ class _Passing(TorchDispatchMode):
         return result
 
 
-def _passing_bytes(shard: str, reduce_dtype: str) -> tuple[list[int], list[int]]:
+def _passing_bytes(shard, reduce_dtype):
     """Return the bytes that live between steps, the most passing bytes in a step and those of waiting small gradients,
     and the plan of all three.
     """
@@ -128,14 +124,14 @@ def _passing_bytes(shard: str, reduce_dtype: str) -> tuple[list[int], list[int]]
 
 @pytest.mark.uncounted
 @pytest.mark.parametrize("dp_size", [1, 2, 4])
-def test_what_comes_and_goes_is_not_there_between_steps(run_ranks, dp_size: int) -> None:
+def test_what_comes_and_goes_is_not_there_between_steps(run_ranks, dp_size):
     cases = [*itertools.product(["gradients", "parameters"], ["half", "half_fp32_sum"])]
     for case in cases:
         for measured, planned in [_passing_bytes(*case)] if dp_size == 1 else run_ranks(_passing_bytes, dp_size, *case):
             assert measured == planned, case
 
 
-def _fp32_tensors_of_gradient_size(reduce_dtype: str) -> int:
+def _fp32_tensors_of_gradient_size(reduce_dtype):
     """Return how many FP32 storages as large as a bucket or a shard appear during backward and step, besides master,
     states and the half gradients' own memory.
     """
@@ -168,13 +164,13 @@ def _fp32_tensors_of_gradient_size(reduce_dtype: str) -> int:
 
 
 @pytest.mark.parametrize("reduce_dtype", ["half", "half_fp32_sum"])
-def test_no_fp32_copy_of_the_gradient_between_backward_and_update(run_ranks, reduce_dtype: str) -> None:
+def test_no_fp32_copy_of_the_gradient_between_backward_and_update(run_ranks, reduce_dtype):
     # Without a compiler a piece has 1 MiB, which is more than this model. So pieces are made smaller, for the test to
     # see a copy of the whole.
     assert run_ranks(_with_small_pieces, 2, reduce_dtype) == [0, 0]
 
 
-def _with_small_pieces(reduce_dtype: str) -> int:
+def _with_small_pieces(reduce_dtype):
 
     kept = tuned.SUM_CHUNK, tuned.UPDATE_CHUNK, tuned.STATS_CHUNK
     tuned.SUM_CHUNK = tuned.UPDATE_CHUNK = tuned.STATS_CHUNK = 128

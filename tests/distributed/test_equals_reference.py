@@ -3,8 +3,6 @@ accumulation (full, or ended early at a different count on each rank), clipping,
 and recompute.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 from dataclasses import dataclass
@@ -12,13 +10,12 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 
 from megamix import NAG, AdamW, ParamGroup, Precision, ShardedEngine, Sharding, StaticLossScale
 from megamix.comm.topology import Topology
+from tests.builders import loss_of, make_batch, make_model
 from tests.conftest import FULL
-from tests.distributed.models import loss_of, make_batch, make_model
-from tests.distributed.reference import Reference, train_reference
+from tests.distributed.reference import train_reference
 
 pytestmark = pytest.mark.uncounted
 
@@ -57,13 +54,13 @@ class Case:
     steps: int = 4
 
     @property
-    def loss_scale(self) -> float:
+    def loss_scale(self):
         return 2.0**8 if self.dtype == torch.float16 else 1.0
 
-    def micro_batches(self, step: int, rank: int) -> int:
+    def micro_batches(self, step, rank):
         return 1 + (step + rank) % self.grad_accum_steps if self.ends == "short" else self.grad_accum_steps
 
-    def loss(self, model: nn.Module, step: int, rank: int, micro_batch: int) -> Tensor:
+    def loss(self, model, step, rank, micro_batch):
         flavour = (1 + (rank + step) % 2) if self.flavours == "differ" else 0
         return loss_of(model, make_batch(step, rank, micro_batch), flavour)
 
@@ -85,7 +82,7 @@ AXES = {
 }  # fmt: skip
 
 
-def _cases(dp_size: int, count: int) -> list[Case]:
+def _cases(dp_size, count):
     """Return `count` seeded picks from the product of all axes, after a block with every value of every axis."""
     product = [dict(zip(AXES, values, strict=True)) for values in itertools.product(*AXES.values())]
     rng = random.Random(dp_size)
@@ -103,9 +100,7 @@ def _cases(dp_size: int, count: int) -> list[Case]:
     return cases
 
 
-def run_engine(
-    case: Case, compile_update: bool = False, group: dist.ProcessGroup | None = None
-) -> tuple[ShardedEngine, list[list[float]], list[float]]:
+def run_engine(case, compile_update=False, group=None):
     model = make_model(case.tied, case.recompute)
     scale = StaticLossScale(case.loss_scale)
     sharding = Sharding(
@@ -136,18 +131,12 @@ def run_engine(
     return engine, losses, grad_norms
 
 
-def plain_loop(case: Case) -> Reference:
+def plain_loop(case):
     with torch.device("cpu"):
         return train_reference(make_model(case.tied), case.loss, OPTIMIZERS[case.optimizer], case)
 
 
-def differences(
-    case: Case,
-    engine: ShardedEngine,
-    losses: list[list[float]],
-    grad_norms: list[float],
-    reference: Reference | None = None,
-) -> list[str]:
+def differences(case, engine, losses, grad_norms, reference=None):
     """Return the shards, half parameters, losses and norms of this rank that are not bitwise the reference's. The
     reference is the plain loop, run here unless given.
     """
@@ -184,12 +173,12 @@ def differences(
     return [f"{case}: {what}" for what in wrong]
 
 
-def check_cases(cases: list[Case]) -> list[str]:
+def check_cases(cases):
     """Train some of the references on each rank and share them: they are the same on all ranks."""
     rank, size = (dist.get_rank(), dist.get_world_size()) if cases[0].dp_size > 1 else (0, 1)
     references = {number: plain_loop(case) for number, case in enumerate(cases) if number % size == rank}
     if size > 1:
-        told: list[dict[int, Reference]] = [{}] * size
+        told = [{}] * size
         dist.all_gather_object(told, references)
         references = {number: reference for some in told for number, reference in some.items()}
     wrong = []
@@ -199,22 +188,22 @@ def check_cases(cases: list[Case]) -> list[str]:
 
 
 @pytest.mark.parametrize("dp_size", [2, 3, 4, 8])
-def test_many_ranks_equal_the_plain_loop(run_ranks, dp_size: int) -> None:
+def test_many_ranks_equal_the_plain_loop(run_ranks, dp_size):
     count = ({2: 400, 3: 100, 4: 100, 8: 60} if FULL else {2: 12, 3: 4, 4: 4, 8: 2})[dp_size]
     wrong = run_ranks(check_cases, dp_size, _cases(dp_size, count)[:count], deadline_s=900.0)
     assert not any(wrong), "\n".join(sum(wrong, [])[:5])
 
 
-def test_one_process_equals_the_plain_loop() -> None:
+def test_one_process_equals_the_plain_loop():
     wrong = check_cases(_cases(1, 200 if FULL else 12))
     assert not wrong, "\n".join(wrong[:5])
 
 
-def _two_groups_of_two() -> list[str]:
+def _two_groups_of_two():
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     case = Case(torch.float16, torch.float16, dp_size=2, bucket_size=1111, clip_grad=0.05)
     return differences(case, *run_engine(case, group=groups[dist.get_rank() // 2]))
 
 
-def test_a_group_of_some_ranks_trains_like_a_world_of_its_own(run_ranks) -> None:
+def test_a_group_of_some_ranks_trains_like_a_world_of_its_own(run_ranks):
     assert run_ranks(_two_groups_of_two, 4) == [[], [], [], []]

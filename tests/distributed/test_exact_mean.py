@@ -1,27 +1,25 @@
 """Loss and gradient are the exact mean over all targets that count, on all ranks, and not a mean of means."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from megamix.data.loader import IGNORE
 from megamix.mixed_precision.adamw import AdamW
 from megamix.mixed_precision.loss_scale import DynamicLossScale
 from megamix.mixed_precision.settings import Precision
-from tests.engines import make_engine
+from tests.builders import make_engine
 
 VOCAB, TARGETS, RANKS, MICRO_BATCHES, STEPS = 40, 16, 2, 2, 4
 
 
-def make_model() -> nn.Module:
+def make_model():
     torch.manual_seed(0)
     return nn.Sequential(nn.Embedding(VOCAB, 24), nn.Linear(24, 64), nn.Tanh(), nn.Linear(64, VOCAB))
 
 
-def make_batch(step: int, rank: int, micro_batch: int) -> tuple[Tensor, Tensor]:
+def make_batch(step, rank, micro_batch):
     """Return tokens and targets. The number of targets that count differs for every rank, micro-batch and step: 0 to
     all.
     """
@@ -33,11 +31,11 @@ def make_batch(step: int, rank: int, micro_batch: int) -> tuple[Tensor, Tensor]:
     return tokens, targets
 
 
-def loss_of(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
+def loss_of(model, tokens, targets):
     return F.cross_entropy(model(tokens).float(), targets, reduction="sum") / TARGETS
 
 
-def _trained(dtype: torch.dtype) -> tuple[list[float], dict[str, Tensor]]:
+def _trained(dtype):
     model = make_model()
     scale = DynamicLossScale(init_scale=2.0**10) if dtype == torch.float16 else None
     precision, settings = Precision(dtype, loss_scale=scale), {"clip_grad": 1.0, "grad_accum_steps": MICRO_BATCHES}
@@ -51,7 +49,7 @@ def _trained(dtype: torch.dtype) -> tuple[list[float], dict[str, Tensor]]:
     return losses, engine.full_weights()
 
 
-def reference(mean_of_means: bool = False) -> tuple[list[float], dict[str, Tensor]]:
+def reference(mean_of_means=False):
     """Train in one process with all targets of a step in one loss."""
     model, losses = make_model(), []
     decay = [{"params": [p for p in model.parameters() if p.dim() == d], "weight_decay": 0.1 * (d > 1)} for d in (1, 2)]
@@ -72,13 +70,13 @@ def reference(mean_of_means: bool = False) -> tuple[list[float], dict[str, Tenso
     return losses, model.state_dict()
 
 
-def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+def distance(one, other):
     return max(float((one[name] - other[name]).abs().max()) for name in one)
 
 
 # In FP32 only the order of sums differs. In FP16 weights and gradients are rounded, to 2^-11 of a step of 0.02 or so.
 @pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 2e-6), (torch.float16, 2e-3)])
-def test_two_ranks_with_different_counts_equal_one_process_over_all_targets(run_ranks, dtype, close: float) -> None:
+def test_two_ranks_with_different_counts_equal_one_process_over_all_targets(run_ranks, dtype, close):
     want_losses, want = reference()
     for losses, weights in run_ranks(_trained, RANKS, dtype):
         assert losses == pytest.approx(want_losses, abs=close)
@@ -88,7 +86,7 @@ def test_two_ranks_with_different_counts_equal_one_process_over_all_targets(run_
     assert max(abs(a - b) for a, b in zip(other_losses, want_losses, strict=True)) > 5 * close
 
 
-def _without_targets() -> tuple[float, float, bool, dict[str, Tensor], dict[str, Tensor]]:
+def _without_targets():
     model = make_model()
     precision = Precision(torch.float16, loss_scale=DynamicLossScale())
     engine = make_engine(model, AdamW(lr=0.02, weight_decay=0.0), precision)
@@ -99,14 +97,14 @@ def _without_targets() -> tuple[float, float, bool, dict[str, Tensor], dict[str,
     return float(result.loss), float(result.grad_norm), bool(result.found_inf), before, engine.full_weights()
 
 
-def test_a_step_in_which_no_target_counts_applies_a_zero_gradient(run_ranks) -> None:
+def test_a_step_in_which_no_target_counts_applies_a_zero_gradient(run_ranks):
     for loss, grad_norm, found_inf, before, after in run_ranks(_without_targets, 2):
         assert (loss, grad_norm, found_inf) == (0.0, 0.0, False)
         assert distance(before, after) == 0
 
 
 @pytest.mark.parametrize("weight", [-0.5, float("nan"), float("inf")])
-def test_a_weight_that_is_none_is_refused(weight: float) -> None:
+def test_a_weight_that_is_none_is_refused(weight):
     model = make_model()
     engine = make_engine(model, AdamW(lr=0.1))
     with pytest.raises(ValueError, match="takes a weight of 0 or more, got"):

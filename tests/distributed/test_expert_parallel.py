@@ -3,18 +3,15 @@ each dtype, optimizer, `shard` and `accumulate`. An overflow in one block moves 
 checkpoints go from any number of such ranks to any other, and a copy that differs is named among its holders.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Literal
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from megamix import NAG, AdamW, Muon, Optimizer, Precision, ShardedEngine, Sharding, StaticLossScale
+from megamix import NAG, AdamW, Muon, Precision, ShardedEngine, Sharding, StaticLossScale
 from megamix.checkpoint.load import load, newest_checkpoint
 from megamix.checkpoint.manifest import RunRecord
 from megamix.checkpoint.save import save
@@ -23,8 +20,8 @@ from megamix.comm.topology import Topology
 from megamix.inspect.replicas import DamagedMemory, check_replicas
 from megamix.mixed_precision.settings import Placement, ReduceDtype, Shard
 from tests.checkpoint.state import all_or_none_of
-from tests.distributed.reference import Reference, train_reference
-from tests.parallel.layouts import Owned, are_equal, assemble, contents, states, with_one_inf
+from tests.distributed.reference import train_reference
+from tests.parallel.layouts import are_equal, assemble, contents, states, with_one_inf
 
 pytestmark = pytest.mark.uncounted
 
@@ -37,14 +34,14 @@ class _Block(nn.Module):
     samples see its own blocks alone.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         for name, shape in FULL_SHAPES.items():
             self.register_parameter(name, nn.Parameter(0.2 * torch.randn(shape)))
         self.norm = nn.LayerNorm(WIDTH)
         self.dense = nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, x: Tensor, block: int, of: int) -> Tensor:
+    def forward(self, x, block, of):
         """Return the next hidden states. `block`: the one of `of` blocks in the held ones that is seen."""
         experts, rows = self.experts.chunk(of)[block], self.rows.chunk(of)[block]
         x = x + torch.tanh(self.dense(self.norm(x)))
@@ -54,19 +51,19 @@ class _Block(nn.Module):
 
 
 class _Model(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(5)
         self.blocks = nn.ModuleList(_Block() for _ in range(2))
         self.head = nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, x: Tensor, block: int = 0, of: int = 1) -> Tensor:
+    def forward(self, x, block=0, of=1):
         for layer in self.blocks:
             x = layer(x, block, of)
         return self.head(x)
 
 
-OPTIMIZERS: dict[str, Optimizer] = {
+OPTIMIZERS = {
     "adamw": AdamW(lr=0.01),
     "nag": NAG(lr=0.1, weight_decay=0.02),
     "muon": Muon(lr=0.02, ns_dtype=torch.float32, adamw_lr_factor=0.5),
@@ -89,28 +86,28 @@ class Case:
     steps = 3
     dp_size = RANKS
 
-    def __str__(self) -> str:
+    def __str__(self):
         changed = {key: value for key, value in asdict(self).items() if value != getattr(Case, key, None)}
         return " ".join(f"{key}={value}" for key, value in changed.items())
 
     @property
-    def grad_dtype(self) -> torch.dtype:
+    def grad_dtype(self):
         return torch.float32 if self.reduce_dtype == "fp32" else self.dtype
 
     @property
-    def loss_scale(self) -> float:
+    def loss_scale(self):
         return 2.0**8 if self.dtype == torch.float16 else 1.0
 
-    def micro_batches(self, step: int, rank: int) -> int:
+    def micro_batches(self, step, rank):
         return 2
 
-    def loss(self, model: nn.Module, step: int, rank: int, micro_batch: int, block: int = 0, of: int = 1) -> Tensor:
+    def loss(self, model, step, rank, micro_batch, block=0, of=1):
         generator = torch.Generator().manual_seed(1000 * step + 50 * rank + micro_batch)
         x = torch.randn(5, WIDTH, generator=generator).to(self.dtype)
         return model(x, block, of).float().square().mean()
 
 
-def _engine(case: Case) -> ShardedEngine:
+def _engine(case):
     topology, model = Topology.connect(pp=case.pp_size, cp=case.cp_size, ep_size=case.ep_size), _Model()
     if case.pp_size > 1:  # a block on each stage, and the head on the last
         model.blocks = nn.ModuleDict({f"{topology.pp.rank}": model.blocks[topology.pp.rank]})
@@ -134,13 +131,13 @@ def _engine(case: Case) -> ShardedEngine:
     )  # fmt: skip
 
 
-def _backward(engine: ShardedEngine, case: Case, step: int) -> None:
+def _backward(engine, case, step):
     rank = engine.topology.world.rank
     for micro_batch in range(case.micro_batches(step, rank)):
         engine.backward(case.loss(engine.module, step, rank, micro_batch))
 
 
-def _train(case: Case) -> tuple[dict[str, list[Owned]], list[float], set[tuple[str, int]]]:
+def _train(case):
     """Return this rank's masters and states, the norms, and the unit of each parameter. The attempt after the first
     step overflows in the experts of one rank, and must leave no trace.
     """
@@ -163,8 +160,8 @@ def _train(case: Case) -> tuple[dict[str, list[Owned]], list[float], set[tuple[s
     return states(engine), norms, units
 
 
-def _plain_loop(case: Case) -> Reference:
-    def loss_of(model: nn.Module, step: int, rank: int, micro_batch: int) -> Tensor:
+def _plain_loop(case):
+    def loss_of(model, step, rank, micro_batch):
         return case.loss(model, step, rank, micro_batch, rank % case.ep_size, case.ep_size)
 
     return train_reference(_Model(), loss_of, OPTIMIZERS[case.optimizer], case)
@@ -188,7 +185,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_block_moves_as_its_part_of_the_whole(run_ranks, case: Case) -> None:
+def test_a_block_moves_as_its_part_of_the_whole(run_ranks, case):
     want, ranks = _plain_loop(case), run_ranks(_train, RANKS, case)
     kinds, shapes = {"master": want.masters}, {name: tuple(one.shape) for name, one in _Model().named_parameters()}
     for name, held in want.states.items():
@@ -205,7 +202,7 @@ def test_a_block_moves_as_its_part_of_the_whole(run_ranks, case: Case) -> None:
         assert case.shard != "parameters" or all(bool(unit) == name.startswith("blocks") for name, unit in units)
 
 
-def _call_apart() -> str:
+def _call_apart():
     """Call another block on each rank out of turn, and return what is told."""
     engine = _engine(Case(RANKS, shard="parameters", bucket_size=None))
     _backward(engine, Case(RANKS), 0)
@@ -217,14 +214,14 @@ def _call_apart() -> str:
     return "nothing"
 
 
-def test_units_with_experts_are_called_by_all_ranks_together(run_ranks) -> None:
+def test_units_with_experts_are_called_by_all_ranks_together(run_ranks):
     """The ranks that own a block, here each alone, cannot know what the others call."""
     for rank, told in enumerate(run_ranks(_call_apart, RANKS)):
         here, there = f"blocks.{rank % 2}", f"blocks.{(rank + 1) % 2}"
         assert told.startswith(f"unit {here} is called out of turn here, but {there} on another rank")
 
 
-def _weights_through_the_engine(case: Case) -> tuple[dict[str, Tensor], list[Owned], bool]:
+def _weights_through_the_engine(case):
     """Return full weights, this rank's masters, and whether another engine that is given the weights has the same."""
     source = _engine(case)
     _backward(source, case, 0)
@@ -238,7 +235,7 @@ def _weights_through_the_engine(case: Case) -> tuple[dict[str, Tensor], list[Own
 
 
 @pytest.mark.parametrize("case", [Case(2), Case(4, shard="parameters")], ids=str)
-def test_full_weights_hold_all_blocks_and_load_again(run_ranks, case: Case) -> None:
+def test_full_weights_hold_all_blocks_and_load_again(run_ranks, case):
     ranks = run_ranks(_weights_through_the_engine, RANKS, case)
     masters, _ = assemble([owned for _, owned, _ in ranks])
     for weights, _, same in ranks:
@@ -247,7 +244,7 @@ def test_full_weights_hold_all_blocks_and_load_again(run_ranks, case: Case) -> N
         assert all(torch.equal(weights[name], masters[name]) for name in masters)
 
 
-def _damage(ep_size: int, victim: int, name: str) -> str:
+def _damage(ep_size, victim, name):
     engine = _engine(Case(ep_size))
     if engine.topology.world.rank == victim:
         dict(engine.module.named_parameters())[name].data.view(-1)[0] += 1
@@ -258,7 +255,7 @@ def _damage(ep_size: int, victim: int, name: str) -> str:
     return "clean"
 
 
-def test_a_copy_that_differs_is_named_by_the_holders_of_its_block(run_ranks) -> None:
+def test_a_copy_that_differs_is_named_by_the_holders_of_its_block(run_ranks):
     name = "blocks.1.experts"
     (told,) = {*run_ranks(_damage, RANKS, 2, 1, name)}
     assert told.endswith(f"rank 1 differs from the masters; rank 1: the half parameter {name}")
@@ -267,7 +264,7 @@ def test_a_copy_that_differs_is_named_by_the_holders_of_its_block(run_ranks) -> 
     assert {*run_ranks(_damage, RANKS, 2, RANKS, name)} == {"clean"}
 
 
-def _save(folder: Path, case: Case) -> dict[str, list[Owned]]:
+def _save(folder, case):
     engine = _engine(case)
     for owned in engine.owned_ranges():  # each element another value, the same on any layout
         number = torch.arange(math.prod(owned.spec.full_shape)).view(owned.spec.full_shape)[owned.spec.block].flatten()
@@ -278,7 +275,7 @@ def _save(folder: Path, case: Case) -> dict[str, list[Owned]]:
     return states(engine)
 
 
-def _load(folders: list[Path], case: Case) -> list[dict[str, list[Owned]]]:
+def _load(folders, case):
     """Return this rank's state after each checkpoint."""
     found = []
     for folder in folders:
@@ -297,7 +294,7 @@ LAYOUTS = [
 ]  # fmt: skip
 
 
-def test_a_checkpoint_of_any_ep_size_loads_into_every_other(run_ranks, tmp_path: Path) -> None:
+def test_a_checkpoint_of_any_ep_size_loads_into_every_other(run_ranks, tmp_path):
     folders = [tmp_path / f"{number}" for number in range(len(LAYOUTS))]
     saved = [run_ranks(_save, size, folder, case) for folder, (size, case) in zip(folders, LAYOUTS, strict=True)]
     want = {kind: assemble([rank[kind] for rank in saved[0]])[0] for kind in saved[0][0]}

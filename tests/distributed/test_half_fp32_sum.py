@@ -2,8 +2,6 @@
 of one step's sum reaches the next step.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from types import SimpleNamespace
 from unittest import mock
@@ -11,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from megamix import AdamW, Precision, ShardedEngine, Sharding, StaticLossScale, tuned
 from megamix.clock import Clock
@@ -29,14 +27,14 @@ from tests.mixed_precision.one_bucket import one_bucket
 SIZES = range(2, 9) if FULL else (2, 3, 4, 8)
 
 
-def _halves(rank: int, bucket: int, numel: int, dtype: torch.dtype) -> Tensor:
+def _halves(rank, bucket, numel, dtype):
     """Return halves over 21 octaves, so that most sums need more digits than a half has."""
     generator = torch.Generator().manual_seed(100 * bucket + rank)
     octaves = torch.randint(-10, 11, (numel,), generator=generator)
     return torch.ldexp(torch.randn(numel, generator=generator), octaves).to(dtype)
 
 
-def _reduce(dtype: torch.dtype, numels: list[int]) -> list[tuple[float, float, bool]]:
+def _reduce(dtype, numels):
     """Return for each bucket: the largest error over its bound, that of the sum rounded to half, and whether the
     statistics are `row_stats` of the sum.
     """
@@ -69,14 +67,14 @@ def _reduce(dtype: torch.dtype, numels: list[int]) -> list[tuple[float, float, b
     return results
 
 
-def _reduce_in_small_pieces(dtype: torch.dtype, numels: list[int]) -> list[tuple[float, float, bool]]:
+def _reduce_in_small_pieces(dtype, numels):
     with mock.patch.object(tuned, "SUM_CHUNK", 128), mock.patch.object(tuned, "SUMMED_CHUNK", 256):
         return _reduce(dtype, numels)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("size", SIZES)
-def test_the_sum_is_as_exact_as_fp32_and_its_statistics_are_those_of_the_shard(run_ranks, size: int, dtype) -> None:
+def test_the_sum_is_as_exact_as_fp32_and_its_statistics_are_those_of_the_shard(run_ranks, size, dtype):
     for results in run_ranks(_reduce_in_small_pieces, size, dtype, [64, 6400, 256, 320]):
         for error, error_of_half, same_statistics in results:
             assert error <= 1
@@ -87,21 +85,21 @@ def test_the_sum_is_as_exact_as_fp32_and_its_statistics_are_those_of_the_shard(r
 class _Slope(nn.Module):
     """A module whose gradient is its input. 200 elements leave a gap of 56 to the end of a row."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.linspace(-1, 1, 200))
 
-    def forward(self, slope: Tensor) -> Tensor:
+    def forward(self, slope):
         return (self.weight.float() * slope).sum()
 
 
-def _steep(model: nn.Module, step: int, rank: int, micro_batch: int) -> Tensor:
+def _steep(model, step, rank, micro_batch):
     generator = torch.Generator().manual_seed(10 * step + rank)
     slope = 32.0 * torch.randint(40_000 // 32, 65_504 // 32 + 1, (200,), generator=generator)  # finite halves
     return model(slope)
 
 
-def _train_where_every_sum_exceeds_fp16(reduce_dtype: str) -> tuple[list[bool], list[float], Tensor]:
+def _train_where_every_sum_exceeds_fp16(reduce_dtype):
     model = _Slope()
     precision = Precision(torch.float16, loss_scale=StaticLossScale(1.0), reduce_dtype=reduce_dtype)
     engine = ShardedEngine(model, AdamW(lr=0.1), precision, clip_grad=0.5, compile_update=False)
@@ -114,7 +112,7 @@ def _train_where_every_sum_exceeds_fp16(reduce_dtype: str) -> tuple[list[bool], 
     return found_inf, norms, engine.full_weights()["weight"]
 
 
-def test_a_sum_that_fp16_cannot_hold_is_no_overflow_and_equals_the_reference(run_ranks) -> None:
+def test_a_sum_that_fp16_cannot_hold_is_no_overflow_and_equals_the_reference(run_ranks):
     settings = SimpleNamespace(
         steps=3, dp_size=2, micro_batches=lambda step, rank: 1, dtype=torch.float16, grad_dtype=torch.float16,
         reduce_dtype="half_fp32_sum", accumulate="local", loss_scale=1.0, clip_grad=0.5,
@@ -129,7 +127,7 @@ def test_a_sum_that_fp16_cannot_hold_is_no_overflow_and_equals_the_reference(run
         assert torch.equal(weight, torch.linspace(-1, 1, 200))
 
 
-def _skip_blocks(dtype: torch.dtype) -> list[str]:
+def _skip_blocks(dtype):
     """Train with parameters without a gradient and padding, in buckets of one and of many parameters, with and without
     overlap.
     """
@@ -142,11 +140,11 @@ def _skip_blocks(dtype: torch.dtype) -> list[str]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_the_sum_of_one_step_leaves_nothing_in_the_next(run_ranks, dtype: torch.dtype) -> None:
+def test_the_sum_of_one_step_leaves_nothing_in_the_next(run_ranks, dtype):
     assert run_ranks(_skip_blocks, 2, dtype) == [[], []]
 
 
-def _different_sums() -> str:
+def _different_sums():
     try:
         ShardedEngine(
             nn.Linear(3, 3), AdamW(lr=0.1), Precision(reduce_dtype=("half", "half_fp32_sum")[dist.get_rank()])
@@ -156,7 +154,7 @@ def _different_sums() -> str:
     return "accepted"
 
 
-def test_ranks_that_would_sum_differently_are_told_so(run_ranks) -> None:
+def test_ranks_that_would_sum_differently_are_told_so(run_ranks):
     for message in run_ranks(_different_sums, 2):
         assert "hold different models or settings" in message
 
@@ -166,7 +164,7 @@ def test_ranks_that_would_sum_differently_are_told_so(run_ranks) -> None:
     [((0, 8), 8, None), (range(8), 8, None), (range(16), 1, None), (range(4), 2, None), (range(64), 8, "7.1"),
      (range(0, 64, 2), 8, "3.6"), (range(1, 64, 2), 8, None)],
 )  # fmt: skip
-def test_the_first_rank_warns_where_an_exchange_loads_the_network(monkeypatch, caplog, ranks, a_machine, load) -> None:
+def test_the_first_rank_warns_where_an_exchange_loads_the_network(monkeypatch, caplog, ranks, a_machine, load):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(a_machine))
     axis = Axis(tuple(ranks), 0)
     for device, reduce_dtype in (("cuda", "half_fp32_sum"), ("cpu", "half_fp32_sum"), ("cuda", "half")):

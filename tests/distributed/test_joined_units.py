@@ -4,9 +4,6 @@ memory at a time. A unit is freed when the pass reaches the next one or its last
 stays for the backward.
 """
 
-from __future__ import annotations
-
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -16,13 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megamix import ShardedEngine
-from megamix.mixed_precision.bucket import Bucket
 from megamix.mixed_precision.census import _joined
-from megamix.mixed_precision.settings import Shard
 from megamix.mixed_precision.unit_hooks import Attributes
-from tests.distributed.models import LENGTH, VOCAB, WIDTH, Block, make_batch
-from tests.engines import bf16_engine
+from tests.builders import LENGTH, MODEL_VOCAB, WIDTH, Block, bf16_engine, make_batch
 
 pytestmark = pytest.mark.uncounted
 
@@ -30,14 +23,14 @@ BLOCKS = 9  # 2,041 elements each, of 19,809: four units of two blocks, and one 
 
 
 class DeepModel(nn.Module):
-    def __init__(self, recompute: str = "none"):
+    def __init__(self, recompute="none"):
         super().__init__()
-        self.embedding = nn.Embedding(VOCAB, WIDTH)
+        self.embedding = nn.Embedding(MODEL_VOCAB, WIDTH)
         self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
-        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
+        self.head = nn.Linear(WIDTH, MODEL_VOCAB, bias=False)
         self.recompute = recompute
 
-    def forward(self, tokens: Tensor, order: Sequence[int]) -> Tensor:
+    def forward(self, tokens, order):
         """Call the blocks in this order. `recompute`: "none", "each" block by itself, or "threes" of them together."""
         x = self.embedding(tokens)
         size = 3 if self.recompute == "threes" else 1
@@ -50,22 +43,22 @@ class DeepModel(nn.Module):
             )
         return self.head(x)
 
-    def _some(self, x: Tensor, order: Sequence[int]) -> Tensor:
+    def _some(self, x, order):
         for number in order:
             x = self.blocks[number](x)
         return x
 
 
-def _engine(shard: Shard = "parameters", recompute: str = "none", grad_accum_steps: int = 1) -> ShardedEngine:
+def _engine(shard="parameters", recompute="none", grad_accum_steps=1):
     torch.manual_seed(3)
     model = DeepModel(recompute)
     return bf16_engine(model, shard=shard, clip_grad=0.05, grad_accum_steps=grad_accum_steps)
 
 
-def _loss(engine: ShardedEngine, step: int, rank: int, micro_batch: int, order: Sequence[int]) -> Tensor:
+def _loss(engine, step, rank, micro_batch, order):
     tokens = make_batch(step, rank, micro_batch)
     logits = engine(tokens[:, :-1], order)
-    return F.cross_entropy(logits.float().view(-1, VOCAB), tokens[:, 1:].reshape(-1))
+    return F.cross_entropy(logits.float().view(-1, MODEL_VOCAB), tokens[:, 1:].reshape(-1))
 
 
 @pytest.mark.parametrize(
@@ -79,11 +72,11 @@ def _loss(engine: ShardedEngine, step: int, rank: int, micro_batch: int, order: 
         ([5, 0, 5, 30], 160, [1, 1, 1, 2]),  # one has no parameters of its own
     ],
 )
-def test_units_are_joined_until_they_reach_the_least_size(sizes: list[int], whole: int, numbers: list[int]) -> None:
+def test_units_are_joined_until_they_reach_the_least_size(sizes, whole, numbers):
     assert _joined(sizes, whole) == numbers
 
 
-def test_joined_units_share_a_bucket() -> None:
+def test_joined_units_share_a_bucket():
     names = [{name.split(".")[1] for name in bucket.named_params if "blocks" in name} for bucket in _engine().buckets]
     assert [name for name in names if name] == [{"8"}, {"6", "7"}, {"4", "5"}, {"2", "3"}, {"0", "1"}]
 
@@ -120,7 +113,7 @@ CASES = {
 }
 
 
-def _train(case: Case, shard: Shard) -> tuple[dict[tuple[str, str, int], Tensor], list[float]]:
+def _train(case, shard):
     """Return this rank's own values and its results over three steps, with an evaluation within each step."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     engine = _engine(shard, case.recompute, case.grad_accum_steps)
@@ -143,7 +136,7 @@ def _train(case: Case, shard: Shard) -> tuple[dict[tuple[str, str, int], Tensor]
     return owned | {(name, "whole", 0): value for name, value in whole.items()}, told
 
 
-def _compare(names: Sequence[str]) -> list[str]:
+def _compare(names):
     wrong = []
     for name in names:
         (_, kept_told), (_, told) = kept, own = _train(CASES[name], "states"), _train(CASES[name], "parameters")
@@ -153,39 +146,39 @@ def _compare(names: Sequence[str]) -> list[str]:
     return wrong
 
 
-def test_one_rank_trains_the_bits_of_the_kept_copy() -> None:
+def test_one_rank_trains_the_bits_of_the_kept_copy():
     assert _compare([*CASES]) == []
 
 
 @pytest.mark.parametrize("dp_size", [2, 3])
-def test_ranks_train_the_bits_of_the_kept_copy(run_ranks, dp_size: int) -> None:
+def test_ranks_train_the_bits_of_the_kept_copy(run_ranks, dp_size):
     assert run_ranks(_compare, dp_size, [*CASES], deadline_s=300.0) == [[]] * dp_size
 
 
-def _live(engine: ShardedEngine) -> list[str]:
+def _live(engine):
     """Return the blocks whose half parameters have memory, unit by unit in registration order."""
-    there: list[Bucket] = [bucket for bucket in reversed(engine.buckets) if bucket.params.untyped_storage().nbytes()]
+    there = [bucket for bucket in reversed(engine.buckets) if bucket.params.untyped_storage().nbytes()]
     units = [sorted({name.split(".")[1] for name in bucket.named_params if "blocks" in name}) for bucket in there]
     return ["".join(blocks) for blocks in units if blocks]
 
 
-def _watch(engine: ShardedEngine) -> list[tuple[str, list[str]]]:
+def _watch(engine):
     """Note which blocks have memory when a block computes, and after it."""
-    seen: list[tuple[str, list[str]]] = []
+    seen = []
     for number, block in enumerate(engine.module.blocks):
         # The note is taken inside the block, after the engine's own hooks; the note after it before the engine's own.
         block.norm.register_forward_pre_hook(lambda *_, number=number: seen.append((str(number), _live(engine))))
     return seen
 
 
-def test_two_have_memory_at_a_time_and_the_last_stays() -> None:
+def test_two_have_memory_at_a_time_and_the_last_stays():
     engine = _engine()
     seen = _watch(engine)
     loss = _loss(engine, 0, 0, 0, ALL)
     in_turn = ["01", "23", "45", "67", "8"]
     assert seen == [(str(number), in_turn[number // 2 : number // 2 + 2]) for number in ALL]
     assert _live(engine) == ["8"]
-    at_gradients: list[list[str]] = []
+    at_gradients = []
     for block in engine.module.blocks:
         block.down.weight.register_hook(lambda grad: at_gradients.append(_live(engine)))
     engine.backward(loss)
@@ -198,14 +191,14 @@ def test_two_have_memory_at_a_time_and_the_last_stays() -> None:
     assert _live(engine) == []
 
 
-def test_a_unit_whose_last_member_is_skipped_goes_when_the_pass_reaches_the_next() -> None:
+def test_a_unit_whose_last_member_is_skipped_goes_when_the_pass_reaches_the_next():
     engine = _engine()
     seen = _watch(engine)
     loss = _loss(engine, 0, 0, 0, (0, 2, 4, 6, 8))
     assert seen == [("0", ["01", "23"]), ("2", ["23", "45"]), ("4", ["45", "67"]), ("6", ["67", "8"]), ("8", ["8"])]
     most = 0
 
-    def count(grad: Tensor) -> None:
+    def count(grad):
         nonlocal most
         most = max(most, len(_live(engine)))
 
@@ -216,30 +209,30 @@ def test_a_unit_whose_last_member_is_skipped_goes_when_the_pass_reaches_the_next
     assert _live(engine) == []
 
 
-def _most_in_backward(engine: ShardedEngine, loss: Tensor) -> int:
+def _most_in_backward(engine, loss):
     """Return how many units have memory at a time while gradients arrive."""
-    live: list[int] = []
+    live = []
     for block in engine.module.blocks:
         block.norm.weight.register_hook(lambda grad: live.append(len(_live(engine))))
     engine.backward(loss)
     return max(live)
 
 
-def test_what_a_step_skips_is_not_kept_for_what_the_step_before_has_called() -> None:
+def test_what_a_step_skips_is_not_kept_for_what_the_step_before_has_called():
     engine = _engine()
     engine.backward(_loss(engine, 0, 0, 0, ALL))
     engine.step()
     assert _most_in_backward(engine, _loss(engine, 1, 0, 0, (0, 2, 4, 6, 8))) == 2
 
 
-def test_a_unit_goes_behind_its_backward_where_weights_of_it_get_no_gradient() -> None:
+def test_a_unit_goes_behind_its_backward_where_weights_of_it_get_no_gradient():
     engine = _engine()
     for block in engine.module.blocks:
         block.forward = lambda x, block=block: x + block.norm(x)
     assert _most_in_backward(engine, _loss(engine, 0, 0, 0, ALL)) == 2
 
 
-def _losses_where_one_member_calls_another(shard: Shard) -> list[float]:
+def _losses_where_one_member_calls_another(shard):
     engine = _engine(shard)
     first, fifth = engine.module.blocks[0], engine.module.blocks[4]
     own_forward = first.forward
@@ -252,11 +245,11 @@ def _losses_where_one_member_calls_another(shard: Shard) -> list[float]:
     return losses
 
 
-def test_a_member_keeps_its_unit_while_it_calls_one_of_another() -> None:
+def test_a_member_keeps_its_unit_while_it_calls_one_of_another():
     assert _losses_where_one_member_calls_another("parameters") == _losses_where_one_member_calls_another("states")
 
 
-def test_members_called_outside_of_the_models_forward_leave_one_unit_behind() -> None:
+def test_members_called_outside_of_the_models_forward_leave_one_unit_behind():
     engine = _engine()
     x = torch.zeros(1, LENGTH, WIDTH, dtype=torch.bfloat16)
     with torch.no_grad():
@@ -277,7 +270,7 @@ class _OwnSettings(_Settings):
     """A subclass of a dataclass that is no dataclass by itself."""
 
 
-def test_what_a_unit_keeps_in_its_attributes_is_found_among_settings() -> None:
+def test_what_a_unit_keeps_in_its_attributes_is_found_among_settings():
     module = nn.Sequential(nn.Linear(2, 2), Block())
     module[1].rules = {"weight": _Settings(), "bias": _OwnSettings()}
     attributes = Attributes(module)
@@ -295,7 +288,7 @@ def test_what_a_unit_keeps_in_its_attributes_is_found_among_settings() -> None:
     assert len(attributes.tensors(out)) == 4
 
 
-def test_a_view_that_a_member_returns_is_refused_by_the_members_name() -> None:
+def test_a_view_that_a_member_returns_is_refused_by_the_members_name():
     engine = _engine()
     engine.module.blocks[2].forward = lambda x: engine.module.blocks[2].up.weight
     with pytest.raises(RuntimeError, match=r"^blocks\.2 returns a parameter or a view of one"):

@@ -3,32 +3,28 @@ are bit for bit those of a plain loop in one process that takes each matrix whol
 freed.
 """
 
-from __future__ import annotations
-
 import random
 import time
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from megamix import Precision, ShardedEngine, Sharding, StaticLossScale, tuned
-from megamix.comm.collectives import GlooCollectives, Pending
+from megamix.comm.collectives import GlooCollectives
 from megamix.live_storage import LiveStorage
 from megamix.mixed_precision import muon
 from megamix.mixed_precision.matrix_layout import matrices_of
 from megamix.mixed_precision.muon import Muon, orthogonalised
 from megamix.mixed_precision.observer import DIRECTION, StepObserver
 from megamix.mixed_precision.update_slice import MASTER
+from tests.builders import make_model
 from tests.conftest import FULL, also_wide
 from tests.distributed import test_equals_reference as plain
-from tests.distributed.models import make_model
-from tests.distributed.reference import Reference, train_reference
+from tests.distributed.reference import train_reference
 from tests.distributed.test_equals_reference import GROUPS
 
 pytestmark = pytest.mark.uncounted
@@ -36,7 +32,7 @@ pytestmark = pytest.mark.uncounted
 COUNTS = {1: 20, 2: 50, 3: 25, 4: 40, 8: 15, 16: 3} if FULL else {1: 3, 2: 5, 3: 2, 4: 4, 8: 1}
 
 
-RELATIVES: dict[str, dict[str, Any]] = {
+RELATIVES = {
     "plain": {},
     "normuon": {"row_beta2": 0.9},
     "all": {
@@ -57,7 +53,7 @@ class Case(plain.Case):
     overflow: bool = False  # True: the attempt after the first step overflows
 
     @property
-    def muon(self) -> Muon:
+    def muon(self):
         return Muon(
             lr=0.02, groups=GROUPS, ns_dtype=self.ns_dtype, nesterov=self.nesterov, adjust_lr=self.adjust_lr,
             adamw_lr_factor=0.5, fused={"*.up.weight": (13, 20, 7)} if self.fused else {}, **RELATIVES[self.relative],
@@ -85,7 +81,7 @@ AXES = {
 }
 
 
-def _cases(dp_size: int) -> list[Case]:
+def _cases(dp_size):
     rng, cases = random.Random(dp_size), []
     for _ in range(COUNTS[dp_size]):
         one = {axis: rng.choice(values) for axis, values in AXES.items()}
@@ -95,7 +91,7 @@ def _cases(dp_size: int) -> list[Case]:
     return cases
 
 
-def _train(case: Case, compile_update: bool = False) -> tuple[ShardedEngine, list[float]]:
+def _train(case, compile_update=False):
     model = make_model(case.tied)
     engine = ShardedEngine(
         model,
@@ -127,12 +123,12 @@ def _train(case: Case, compile_update: bool = False) -> tuple[ShardedEngine, lis
     return engine, norms
 
 
-def _laid_out(*, uncut: bool) -> Any:
+def _laid_out(*, uncut):
     """Make matrices lie whole in one shard at any cost, or anyhow."""
     return mock.patch.object(tuned, "MOST_PADDING", 100.0 if uncut else -1.0)
 
 
-def _differences(case: Case, engine: ShardedEngine, norms: list[float], reference: Reference) -> list[str]:
+def _differences(case, engine, norms, reference):
     wrong = [] if norms == reference.grad_norms else [f"norms {norms} instead of {reference.grad_norms}"]
     for owned in engine.owned_ranges():
         name = owned.spec.name
@@ -149,7 +145,7 @@ def _differences(case: Case, engine: ShardedEngine, norms: list[float], referenc
     return [f"{case}: {what}" for what in wrong]
 
 
-def check_cases(cases: list[Case]) -> list[str]:
+def check_cases(cases):
     wrong = []
     for case in cases:
         reference = train_reference(make_model(case.tied), case.loss, case.muon, case)
@@ -170,24 +166,24 @@ def check_cases(cases: list[Case]) -> list[str]:
 
 
 @pytest.mark.parametrize("dp_size", also_wide(COUNTS, 2))
-def test_equals_a_plain_loop(run_ranks, dp_size: int) -> None:
+def test_equals_a_plain_loop(run_ranks, dp_size):
     cases = _cases(dp_size)
     wrong = [check_cases(cases)] if dp_size == 1 else run_ranks(check_cases, dp_size, cases, deadline_s=900.0)
     assert not any(wrong), "\n".join(sum(wrong, [])[:5])
 
 
-def _counted(uncut: bool, ns_dtype: torch.dtype, overflow: bool) -> tuple[int, int, float]:
+def _counted(uncut, ns_dtype, overflow):
     """Return this rank's number of directions, the number for all ranks, and the bytes that it sent per
     matrix element.
     """
     case = Case(torch.float16, torch.float16, dp_size=dist.get_world_size(), ns_dtype=ns_dtype, overflow=overflow)
-    counts, exchange = Counter[str](), GlooCollectives.exchange
+    counts, exchange = Counter(), GlooCollectives.exchange
 
-    def counted(matrix: Tensor, optimizer: Muon) -> Tensor:
+    def counted(matrix, optimizer):
         counts["directions"] += 1
         return orthogonalised(matrix, optimizer)
 
-    def sent(own: GlooCollectives, values: Tensor, arrived: Tensor, to: list[int], of: list[int]) -> Pending:
+    def sent(own, values, arrived, to, of):
         counts["bytes"] += values.element_size() * (sum(to) - to[own.axis.rank])
         return exchange(own, values, arrived, to, of)
 
@@ -205,7 +201,7 @@ def _counted(uncut: bool, ns_dtype: torch.dtype, overflow: bool) -> tuple[int, i
 
 @pytest.mark.parametrize("ns_dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("dp_size", [2, 4])
-def test_each_direction_is_computed_once_and_little_travels(run_ranks, dp_size: int, ns_dtype: torch.dtype) -> None:
+def test_each_direction_is_computed_once_and_little_travels(run_ranks, dp_size, ns_dtype):
     """Send nothing of whole matrices. An element of another matrix travels at most once there and once back, from the d
     - 1 of d ranks that do not compute with it.
     """
@@ -217,7 +213,7 @@ def test_each_direction_is_computed_once_and_little_travels(run_ranks, dp_size: 
         assert most / 5 <= sent <= most
 
 
-def _of_one_matrix(uncut: bool) -> tuple[Tensor, int]:
+def _of_one_matrix(uncut):
     """Return one matrix after three steps with equal gradients on all ranks, and this rank's number of its elements."""
     drawn = torch.Generator().manual_seed(6)
     model = torch.nn.Linear(24, 40, bias=False)
@@ -231,7 +227,7 @@ def _of_one_matrix(uncut: bool) -> tuple[Tensor, int]:
 
 
 @pytest.mark.parametrize(("uncut", "owned"), [(True, [0, 0, 0, 960]), (False, [256, 256, 256, 192])])
-def test_more_ranks_than_matrices_train_the_same(run_ranks, uncut: bool, owned: list[int]) -> None:
+def test_more_ranks_than_matrices_train_the_same(run_ranks, uncut, owned):
     """Train the same also if one rank has the whole matrix, and the others only padding."""
     alone, _ = _of_one_matrix(uncut)
     told = run_ranks(_of_one_matrix, 4, uncut)
@@ -242,7 +238,7 @@ def test_more_ranks_than_matrices_train_the_same(run_ranks, uncut: bool, owned: 
 SCALARS = 4096  # bytes of small tensors
 
 
-def _live() -> tuple[list[int], int, int]:
+def _live():
     """Return the bytes beside those between steps, when this rank orthogonalises a matrix and when it has its shard's
     directions; and the elements of the matrix and of the shard.
     """
@@ -251,9 +247,9 @@ def _live() -> tuple[list[int], int, int]:
         engine = ShardedEngine(model, Muon(lr=0.1), Precision(torch.bfloat16), compile_update=False)
     (bucket,) = engine.plan.layout.buckets
     numel, shard = model.weight.numel(), bucket.shard_numel
-    seen = list[int]()
+    seen = []
 
-    def count(held: int = 0) -> None:
+    def count(held=0):
         """Count once there is no more than `held`: Gloo's thread releases sent tensors a moment after the wait for
         them.
         """
@@ -264,7 +260,7 @@ def _live() -> tuple[list[int], int, int]:
             tracker._recount()
         seen.append(tracker.live_bytes)
 
-    def counted(matrix: Tensor, optimizer: Muon) -> Tensor:
+    def counted(matrix, optimizer):
         count(2 * 2 * numel)
         return orthogonalised(matrix, optimizer)
 
@@ -281,7 +277,7 @@ def _live() -> tuple[list[int], int, int]:
     return [each - between for each in more], numel, shard
 
 
-def test_what_has_travelled_has_no_memory(run_ranks) -> None:
+def test_what_has_travelled_has_no_memory(run_ranks):
     """Check the memory at two moments. While a matrix is orthogonalised there are only the received pieces and the
     whole matrix, in BF16. When directions are ready there are these, in FP32, and the pieces that came back.
     """
@@ -293,7 +289,7 @@ def test_what_has_travelled_has_no_memory(run_ranks) -> None:
     assert other == pytest.approx([(4 + 2) * shard], abs=SCALARS)
 
 
-def _weights(uncut: bool) -> dict[str, Tensor]:
+def _weights(uncut):
     case = Case(torch.bfloat16, torch.bfloat16, dp_size=dist.get_world_size(), clip_grad=0.05)
     with _laid_out(uncut=uncut):
         engine, _ = _train(case, compile_update=True)
@@ -301,6 +297,6 @@ def _weights(uncut: bool) -> dict[str, Tensor]:
     return engine.full_weights()
 
 
-def test_compiled_too_the_layout_changes_no_bit(run_ranks) -> None:
+def test_compiled_too_the_layout_changes_no_bit(run_ranks):
     whole, cut = (run_ranks(_weights, 2, uncut)[0] for uncut in (True, False))
     assert all(torch.equal(whole[name], cut[name]) for name in whole)

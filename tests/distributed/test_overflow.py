@@ -2,19 +2,15 @@
 rank; every rank knows it; the scale backs off once.
 """
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from megamix import NAG, AdamW, DynamicLossScale, Precision, ShardedEngine
+from megamix import NAG, AdamW, DynamicLossScale, Precision
+from tests.builders import loss_of, make_batch, make_engine, make_model
 from tests.conftest import FULL
-from tests.distributed.models import loss_of, make_batch, make_model
-from tests.engines import make_engine
 
 pytestmark = pytest.mark.uncounted
 
@@ -26,13 +22,13 @@ class Injector:
     accumulated.
     """
 
-    def __init__(self, model: torch.nn.Module):
-        self.target: tuple[str, int, float] | None = None  # parameter, micro-batch, value
+    def __init__(self, model):
+        self.target = None  # parameter, micro-batch, value
         self.micro_batch = 0
         for name, param in model.named_parameters():
             param.register_hook(lambda grad, name=name: self._poison(name, grad))
 
-    def _poison(self, name: str, grad: Tensor) -> Tensor:
+    def _poison(self, name, grad):
         if self.target is None or self.target[:2] != (name, self.micro_batch):
             return grad
         grad = grad.clone()
@@ -40,7 +36,7 @@ class Injector:
         return grad
 
 
-def _build(optimizer, dtype: torch.dtype, reduce_dtype: str = "half") -> tuple[ShardedEngine, Injector]:
+def _build(optimizer, dtype, reduce_dtype="half"):
     model = make_model()
     injector = Injector(model)
     scale = DynamicLossScale(init_scale=2.0**8, growth_interval=1, max_scale=2.0**8)
@@ -49,7 +45,7 @@ def _build(optimizer, dtype: torch.dtype, reduce_dtype: str = "half") -> tuple[S
     return make_engine(model, optimizer, precision, shard="states", bucket_size=1500, **settings), injector
 
 
-def _step(engine: ShardedEngine, injector: Injector, step: int):
+def _step(engine, injector, step):
     for micro_batch in range(ACCUM):
         injector.micro_batch = micro_batch
         batch = make_batch(step, engine.topology.dp.rank, micro_batch)
@@ -57,7 +53,7 @@ def _step(engine: ShardedEngine, injector: Injector, step: int):
     return engine.step()
 
 
-def _everything(engine: ShardedEngine) -> list[Tensor]:
+def _everything(engine):
     engine.wait()
     held = [engine.applied_updates]
     for bucket in engine.buckets:
@@ -65,9 +61,7 @@ def _everything(engine: ShardedEngine) -> list[Tensor]:
     return [tensor.clone() for tensor in held]
 
 
-def _inject_everywhere(
-    optimizer, dtype: torch.dtype, values: list[float], all_ranks: bool, reduce_dtype: str = "half", some: bool = False
-) -> tuple[int, list[str]]:
+def _inject_everywhere(optimizer, dtype, values, all_ranks, reduce_dtype="half", some=False):
     """Return (number of injections, failures) over every rank x bucket x micro-batch x value; with `some`, one
     micro-batch and value in each bucket of each rank.
     """
@@ -105,7 +99,7 @@ def _inject_everywhere(
 
 @pytest.mark.parametrize("optimizer", [AdamW(lr=0.01), NAG(lr=0.01)], ids=["adamw", "nag"])
 @pytest.mark.parametrize("dp_size", [1, 2, 4])
-def test_a_non_finite_value_anywhere_changes_nothing(run_ranks, optimizer, dp_size: int) -> None:
+def test_a_non_finite_value_anywhere_changes_nothing(run_ranks, optimizer, dp_size):
     values = [float("inf"), float("-inf"), float("nan")]
     some = dp_size == 4 and not FULL
     args = (optimizer, torch.float16, values, False, "half", some)
@@ -115,7 +109,7 @@ def test_a_non_finite_value_anywhere_changes_nothing(run_ranks, optimizer, dp_si
     assert min(count for count, _ in answers) >= dp_size * 3 * moments  # at least three buckets
 
 
-def test_a_non_finite_value_on_one_rank_changes_nothing_where_sums_stay_in_fp32(run_ranks) -> None:
+def test_a_non_finite_value_on_one_rank_changes_nothing_where_sums_stay_in_fp32(run_ranks):
     args = (AdamW(lr=0.01), torch.float16, [float("-inf"), float("nan")], False, "half_fp32_sum")
     for count, wrong in run_ranks(_inject_everywhere, 2, *args):
         assert count >= 2 * 3 * ACCUM * 2
@@ -123,13 +117,13 @@ def test_a_non_finite_value_on_one_rank_changes_nothing_where_sums_stay_in_fp32(
 
 
 @pytest.mark.parametrize(("dtype", "value"), [(torch.float16, 40_000.0), (torch.bfloat16, 3e38)])
-def test_finite_gradients_whose_sum_overflows_change_nothing(run_ranks, dtype, value: float) -> None:
+def test_finite_gradients_whose_sum_overflows_change_nothing(run_ranks, dtype, value):
     for count, wrong in run_ranks(_inject_everywhere, 2, AdamW(lr=0.01), dtype, [value], True):
         assert count >= 3 * ACCUM
         assert not wrong
 
 
-def _finite_but_too_large_to_square() -> bool:
+def _finite_but_too_large_to_square():
     engine, injector = _build(AdamW(lr=0.01), torch.bfloat16)
     before = _everything(engine)
     injector.target = ("norm.weight", 0, 1e25) if dist.get_rank() == 1 else None
@@ -137,5 +131,5 @@ def _finite_but_too_large_to_square() -> bool:
     return bool(result.found_inf) and all(map(torch.equal, before, _everything(engine)))
 
 
-def test_a_finite_gradient_too_large_to_square_counts_as_overflow(run_ranks) -> None:
+def test_a_finite_gradient_too_large_to_square_counts_as_overflow(run_ranks):
     assert run_ranks(_finite_but_too_large_to_square, 2) == [True, True]

@@ -2,8 +2,6 @@
 refused; a failed backward leaves nothing behind; compiled blocks and dropped engines work, too.
 """
 
-from __future__ import annotations
-
 import gc
 from contextlib import nullcontext
 from unittest import mock
@@ -11,22 +9,21 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch._dynamo.utils import counters
 
 from megamix import AdamW, DynamicLossScale, Precision, ShardedEngine, Sharding, StaticLossScale, TorchLossScale
+from tests.builders import bf16_engine, compiled_model, loss_of, make_batch, make_engine, make_model
 from tests.conftest import FULL
 from tests.distributed.late_gather import late_gathers
-from tests.distributed.models import compiled_model, loss_of, make_batch, make_model
 from tests.distributed.test_equals_reference import Case, differences, run_engine
-from tests.engines import bf16_engine, make_engine
 
 pytestmark = pytest.mark.uncounted
 
 GATHER = "megamix.mixed_precision.param_gather"
 
 
-def _train_with_late_gathers(units: bool, forget: bool, tied: bool) -> list[str]:
+def _train_with_late_gathers(units, forget, tied):
     case = Case(torch.bfloat16, torch.bfloat16, dp_size=2, bucket_size=1500, units=units, tied=tied)
     with late_gathers():
         if forget:  # a unit's hook awaits nothing, and nobody sees it
@@ -40,15 +37,15 @@ def _train_with_late_gathers(units: bool, forget: bool, tied: bool) -> list[str]
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("units", [True, False])
-def test_forward_never_reads_a_weight_before_its_gather_has_landed(run_ranks, units: bool, tied: bool) -> None:
+def test_forward_never_reads_a_weight_before_its_gather_has_landed(run_ranks, units, tied):
     assert run_ranks(_train_with_late_gathers, 2, units, False, tied) == [[], []]
 
 
-def test_the_late_gather_catches_a_missing_wait(run_ranks) -> None:
+def test_the_late_gather_catches_a_missing_wait(run_ranks):
     assert all(run_ranks(_train_with_late_gathers, 2, True, True, True))
 
 
-def _read_early(shard: str) -> list[str]:
+def _read_early(shard):
     """Return the errors of steps: one that skips a block; one that does not call the model and one that does not call
     its blocks, so that nothing awaits their weights; and one whose weights were awaited before.
     """
@@ -75,7 +72,7 @@ def _read_early(shard: str) -> list[str]:
 
 
 @pytest.mark.parametrize("shard", ["states", "gradients"])
-def test_gradients_of_weights_that_no_call_has_awaited_are_refused(run_ranks, shard: str) -> None:
+def test_gradients_of_weights_that_no_call_has_awaited_are_refused(run_ranks, shard):
     for skips, root, calls, blocks, waits in run_ranks(_read_early, 2, shard):
         assert (skips, calls, waits) == ("applied",) * 3
         assert blocks.startswith("the forward read blocks.0.gain and 20 more while")
@@ -83,7 +80,7 @@ def test_gradients_of_weights_that_no_call_has_awaited_are_refused(run_ranks, sh
         assert all("such as [*model.blocks]; or call engine.wait() before each forward" in it for it in (blocks, root))
 
 
-def _evaluate_early() -> tuple[Tensor, Tensor]:
+def _evaluate_early():
     """Return logits without gradients of a model that calls no block, before its weights have landed, and after."""
     model = make_model(tied=False)
     sharding = Sharding(units=[*model.blocks], bucket_size=1)
@@ -98,17 +95,17 @@ def _evaluate_early() -> tuple[Tensor, Tensor]:
             return early, model(make_batch(0, 0, 0))
 
 
-def test_an_evaluation_awaits_blocks_that_the_model_does_not_call(run_ranks) -> None:
+def test_an_evaluation_awaits_blocks_that_the_model_does_not_call(run_ranks):
     for early, late in run_ranks(_evaluate_early, 2):
         assert torch.equal(early, late)
 
 
-def _order_of_events(overlap: bool, flavour: int) -> list[str]:
+def _order_of_events(overlap, flavour):
     """Return the arrivals of gradients and launches of buckets, in their order in one backward."""
     model = make_model(tied=False)
     sharding = Sharding(units=[*model.blocks], bucket_size=1, overlap=overlap)
     engine = bf16_engine(model, sharding=sharding)
-    events: list[str] = []
+    events = []
     (among,) = {bucket.owners for bucket in engine.buckets}
     launch = among.reduce_scatter
     buckets = {bucket.grads.data_ptr(): index for index, bucket in enumerate(engine.buckets)}
@@ -125,20 +122,20 @@ def _order_of_events(overlap: bool, flavour: int) -> list[str]:
     return events
 
 
-def test_buckets_are_launched_in_order_while_backward_runs(run_ranks) -> None:
+def test_buckets_are_launched_in_order_while_backward_runs(run_ranks):
     for events in run_ranks(_order_of_events, 2, True, 0):
         launched = [event for event in events if event != "last gradient"]
         assert launched == [f"launch {index}" for index in range(len(launched))]
         assert events.index("last gradient") >= len(launched) - 1  # all buckets but the last were on their way by then
 
 
-def test_a_bucket_that_is_full_before_its_predecessor_waits_for_it(run_ranks) -> None:
+def test_a_bucket_that_is_full_before_its_predecessor_waits_for_it(run_ranks):
     for events in run_ranks(_order_of_events, 2, True, 2):  # blocks run in reverse: the predecessors fill last
         launched = [event for event in events if event != "last gradient"]
         assert launched == [f"launch {index}" for index in range(len(launched))]
 
 
-def test_without_overlap_nothing_is_launched_before_backward_ends(run_ranks) -> None:
+def test_without_overlap_nothing_is_launched_before_backward_ends(run_ranks):
     for events in run_ranks(_order_of_events, 2, False, 0):
         assert events[0] == "last gradient"
 
@@ -147,19 +144,19 @@ class _Planted(torch.autograd.Function):
     """Identity whose backward raises."""
 
     @staticmethod
-    def forward(ctx, x: torch.Tensor) -> torch.Tensor:
+    def forward(ctx, x):
         return x.clone()
 
     @staticmethod
-    def backward(ctx, grad: torch.Tensor) -> torch.Tensor:
+    def backward(ctx, grad):
         raise ValueError("planted")
 
 
-def _train_after_a_backward_that_failed_under_way(reduce_dtype: str) -> list[str]:
+def _train_after_a_backward_that_failed_under_way(reduce_dtype):
     case = Case(torch.bfloat16, torch.bfloat16, reduce_dtype, dp_size=2, bucket_size=1500, tied=False)
     backward, attempts = ShardedEngine.backward, []
 
-    def twice(engine: ShardedEngine, loss: torch.Tensor, last: bool) -> None:
+    def twice(engine, loss, last):
         attempts.append(loss)
         if len(attempts) == 1:
             block = engine.module.blocks[1]  # only the first bucket is on its way when this block fails
@@ -174,11 +171,11 @@ def _train_after_a_backward_that_failed_under_way(reduce_dtype: str) -> list[str
 
 
 @pytest.mark.parametrize("reduce_dtype", ["half", "half_fp32_sum"])
-def test_a_backward_that_failed_under_way_leaves_nothing_in_the_next_step(run_ranks, reduce_dtype: str) -> None:
+def test_a_backward_that_failed_under_way_leaves_nothing_in_the_next_step(run_ranks, reduce_dtype):
     assert run_ranks(_train_after_a_backward_that_failed_under_way, 2, reduce_dtype) == [[], []]
 
 
-def _drop_an_engine_in_flight_then_train() -> list[str]:
+def _drop_an_engine_in_flight_then_train():
     model = make_model()
     engine = bf16_engine(model)
     engine.backward(loss_of(model, make_batch(0, dist.get_rank(), 0)))
@@ -189,14 +186,14 @@ def _drop_an_engine_in_flight_then_train() -> list[str]:
     return differences(case, *run_engine(case))
 
 
-def test_an_engine_dropped_in_flight_leaves_the_group_to_the_next(run_ranks) -> None:
+def test_an_engine_dropped_in_flight_leaves_the_group_to_the_next(run_ranks):
     assert run_ranks(_drop_an_engine_in_flight_then_train, 2) == [[], []]
 
 
-def _compiled_blocks_and_update(reduce_dtype: str) -> tuple[list[float], list[float], int]:
+def _compiled_blocks_and_update(reduce_dtype):
     """Return (losses compiled, losses plain, number of the blocks' graphs)."""
 
-    def train(compiled: bool) -> list[float]:
+    def train(compiled):
         model = compiled_model(compiled=compiled)
         precision = Precision(torch.float16, loss_scale=StaticLossScale(2.0**8), reduce_dtype=reduce_dtype)
         settings = {"clip_grad": 0.5, "compile_update": compiled}
@@ -218,14 +215,14 @@ def _compiled_blocks_and_update(reduce_dtype: str) -> tuple[list[float], list[fl
 
 
 @pytest.mark.parametrize("reduce_dtype", ["half", "half_fp32_sum"] if FULL else ["half"])
-def test_compiled_blocks_with_a_compiled_update_train_alike_in_one_graph(run_ranks, reduce_dtype: str) -> None:
+def test_compiled_blocks_with_a_compiled_update_train_alike_in_one_graph(run_ranks, reduce_dtype):
     for compiled, plain, graphs in run_ranks(_compiled_blocks_and_update, 2, reduce_dtype, deadline_s=300.0):
         # FP16 activations round at 2**-11. Six steps of a model this small stay within a few of those.
         assert compiled == pytest.approx(plain, abs=2.0**-8)
         assert graphs == 1  # all blocks share one, and the hooks that await gathers split none
 
 
-def _different_models() -> str:
+def _different_models():
     model = nn.Linear(3, 3 + dist.get_rank())
     try:
         ShardedEngine(model, AdamW(lr=0.01), compile_update=False)
@@ -234,14 +231,12 @@ def _different_models() -> str:
     return "accepted"
 
 
-def _different_settings() -> list[str]:
+def _different_settings():
     """Return the error of building an engine if the second rank has another loss scale, order of gathers,
     or compiler.
     """
 
-    def build(
-        scale: StaticLossScale | None = None, units: tuple[int, ...] = (), compile_update: bool = False
-    ) -> ShardedEngine:
+    def build(scale=None, units=(), compile_update=False):
         model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
         sharding = Sharding(units=[model[place] for place in units], bucket_size=1)
         precision = Precision(torch.float16, loss_scale=scale or DynamicLossScale())
@@ -266,12 +261,12 @@ def _different_settings() -> list[str]:
     return told
 
 
-def test_ranks_with_different_settings_are_told_so(run_ranks) -> None:
+def test_ranks_with_different_settings_are_told_so(run_ranks):
     for told in run_ranks(_different_settings, 2):
         assert told.pop(4) == "accepted"
         assert ["hold different models or settings" in message for message in told] == [True] * 5
 
 
-def test_ranks_with_different_models_are_told_so(run_ranks) -> None:
+def test_ranks_with_different_models_are_told_so(run_ranks):
     for message in run_ranks(_different_models, 2):
         assert "hold different models or settings" in message

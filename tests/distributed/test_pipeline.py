@@ -3,17 +3,13 @@ a tied table stays within a derived bound. An overflow on any stage changes noth
 eight ranks.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
-from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
 from torch.distributed.pipelining import schedules
 
 from megamix.checkpoint.all_or_none import AllOrNone
@@ -22,11 +18,8 @@ from megamix.checkpoint.manifest import RunRecord
 from megamix.checkpoint.save import save
 from megamix.checkpoint.snapshot import take_snapshot
 from megamix.comm.topology import Topology
-from megamix.mixed_precision.engine import ShardedEngine
-from megamix.mixed_precision.step import StepResult
 from megamix.model.transformer import Block, Transformer
 from megamix.parallel.micro_batch_runner import MicroBatchRunner
-from megamix.parallel.pipeline_parallel import Pipeline
 from megamix.tools.verify.core.observed_step import rank_device
 from tests.conftest import FULL
 from tests.distributed.pipelines import (
@@ -47,7 +40,7 @@ FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 DTYPES = ((FP32, None), (BF16, None), (FP16, None), (FP16, FP32))
 
 
-def _picks(count: int, pp_size: int = 2) -> list[Case]:
+def _picks(count, pp_size=2):
     """Return untied cases in which every value of every setting appears, then further ones at random."""
     product = [
         Case(schedule=schedule, dtype=dtype, grad_dtype=grad_dtype, model=model, rounds=rounds, pp_size=pp_size)
@@ -66,7 +59,7 @@ def _picks(count: int, pp_size: int = 2) -> list[Case]:
     return covering + [case for case in product if case not in covering][: max(0, count - len(covering))]
 
 
-def _differences(case: Case, topology: Topology) -> list[str]:
+def _differences(case, topology):
     """Return the differences, bit for bit, after some steps on this rank's part."""
     engine, pipeline = make_pipeline(case, topology)
     whole = make_whole(case, topology)
@@ -92,14 +85,14 @@ def _differences(case: Case, topology: Topology) -> list[str]:
     return wrong
 
 
-def _evaluation_differences(case: Case, pipeline: Pipeline, plain: MicroBatchRunner, dp_rank: int) -> list[str]:
+def _evaluation_differences(case, pipeline, plain, dp_rank):
     both = [
         runner.engine.world.table(runner.evaluate(batches(case, 9, dp_rank))).sum(0) for runner in (pipeline, plain)
     ]
     return [] if torch.equal(*both) else [f"the loss of an evaluation: {both}"]
 
 
-def _differences_in_parts(cases: list[Case]) -> list[str]:
+def _differences_in_parts(cases):
     topology, wrong = Topology.connect(pp=cases[0].pp_size), []
     for case in cases:
         _, pipeline = make_pipeline(case, topology)
@@ -112,18 +105,18 @@ def _differences_in_parts(cases: list[Case]) -> list[str]:
     return wrong
 
 
-def _all_differences(cases: list[Case]) -> list[str]:
+def _all_differences(cases):
     topology = Topology.connect(pp=cases[0].pp_size)
     return [f"{case}: {line}" for case in cases for line in _differences(case, topology)[:3]]
 
 
 @pytest.mark.uncounted
-def test_every_schedule_equals_one_process(run_ranks) -> None:
+def test_every_schedule_equals_one_process(run_ranks):
     assert run_ranks(_all_differences, 2, _picks(1000 if FULL else 0), deadline_s=DEADLINE_S) == [[], []]
 
 
 @pytest.mark.uncounted
-def test_an_evaluation_in_two_parts_equals_one_process(run_ranks) -> None:
+def test_an_evaluation_in_two_parts_equals_one_process(run_ranks):
     cases = [
         Case(schedule=schedule, dtype=FP16, packed=True, rounds=8) for schedule in [*SCHEDULES][:: 1 if FULL else 2]
     ]
@@ -131,19 +124,19 @@ def test_an_evaluation_in_two_parts_equals_one_process(run_ranks) -> None:
 
 
 @pytest.mark.uncounted
-def test_pipelines_side_by_side_equal_data_parallel_ranks(run_ranks) -> None:
+def test_pipelines_side_by_side_equal_data_parallel_ranks(run_ranks):
     cases = [case for case in _picks(1000) if case.dtype != FP32 or FULL]
     assert run_ranks(_all_differences, 4, cases[: None if FULL else 2], deadline_s=DEADLINE_S) == [[]] * 4
 
 
 @pytest.mark.uncounted
-def test_four_stages_and_eight_equal_one_process(run_ranks) -> None:
+def test_four_stages_and_eight_equal_one_process(run_ranks):
     cases = _picks(1000, pp_size=4)
     assert run_ranks(_all_differences, 4, cases[: None if FULL else 2], deadline_s=DEADLINE_S) == [[]] * 4
 
 
 @pytest.mark.uncounted
-def test_recompute_packed_documents_and_their_weights_equal_one_process(run_ranks) -> None:
+def test_recompute_packed_documents_and_their_weights_equal_one_process(run_ranks):
     cases = [
         Case(schedule=schedule, dtype=FP16, packed=True, more=(("recompute", recompute),), rounds=2)
         for schedule, recompute in (("1f1b", "full"), ("zbv_zero_bubble", "full"), ("interleaved_1f1b", "selective"))
@@ -155,7 +148,7 @@ def test_recompute_packed_documents_and_their_weights_equal_one_process(run_rank
 # Both ends of the pipeline hold a tied table, or the one rank of a V that has both ends.
 
 
-def _table_bound(case: Case, dp_size: int) -> Tensor:
+def _table_bound(case, dp_size):
     """Return how far two orders of summation of a tied table's gradient may be apart, element by element.
 
     Each of the 2 n parts (n micro-batches, looked up and multiplied) on each of dp_size ranks passes fewer than 2 n + 2
@@ -179,7 +172,7 @@ def _table_bound(case: Case, dp_size: int) -> Tensor:
     return (roundings * (unit * sums + smallest)).flatten()
 
 
-def _tied(case: Case) -> list[str]:
+def _tied(case):
     topology = Topology.connect(pp=case.pp_size)
     engine, pipeline = make_pipeline(case, topology)
     whole = make_whole(case, topology)
@@ -206,17 +199,17 @@ def _tied(case: Case) -> list[str]:
     return wrong
 
 
-def _summed(engine: ShardedEngine) -> dict[str, Tensor]:
+def _summed(engine):
     """Return the reduced gradients of the last step by name, loss scale included."""
     return by_name(engine, lambda bucket: bucket.grad_sum.double())
 
 
-def _all_tied(cases: list[Case]) -> list[str]:
+def _all_tied(cases):
     return [f"{case}: {line}" for case in cases for line in _tied(case)]
 
 
 @pytest.mark.uncounted
-def test_a_tied_table_is_summed_over_both_ends_and_stays_equal(run_ranks) -> None:
+def test_a_tied_table_is_summed_over_both_ends_and_stays_equal(run_ranks):
     cases = [
         Case(schedule=schedule, dtype=dtype, grad_dtype=grad_dtype, model=model, rounds=rounds, tied=True)
         for (schedule, (dtype, grad_dtype)), (model, rounds) in zip(
@@ -227,19 +220,19 @@ def test_a_tied_table_is_summed_over_both_ends_and_stays_equal(run_ranks) -> Non
     assert run_ranks(_all_tied, 4, cases[-2:-1]) == [[]] * 4
 
 
-def _order(schedule: str) -> list[str]:
+def _order(schedule):
     """Return this rank's calls in one step on the group of both ends: messages between stages, and the table's sum."""
-    issued: list[str] = []
+    issued = []
     case = Case(schedule=schedule, tied=True, rounds=2)
     engine, pipeline = make_pipeline(case, Topology.connect(pp=2))
     ends = next(bucket.owners for bucket in engine.buckets if bucket.owners.axis.size > 1)
     send_and_receive, reduce_scatter = schedules._batch_p2p, ends.reduce_scatter
 
-    def sent(ops: list[Any], desc: str | None = None) -> Any:
+    def sent(ops, desc=None):
         issued.extend("message" for _ in ops)
         return send_and_receive(ops, desc)
 
-    def summed(*args: Any) -> Any:
+    def summed(*args):
         issued.append("sum")
         return reduce_scatter(*args)
 
@@ -249,7 +242,7 @@ def _order(schedule: str) -> list[str]:
     return issued
 
 
-def test_the_sum_of_a_tied_table_begins_when_all_messages_of_a_step_are_out(run_ranks) -> None:
+def test_the_sum_of_a_tied_table_begins_when_all_messages_of_a_step_are_out(run_ranks):
     # With NCCL messages and sums are matched by their order, so ranks that differ in it would wait for ever.
     for schedule in ("1f1b", "interleaved_1f1b"):
         for issued in run_ranks(_order, 2, schedule):
@@ -268,7 +261,7 @@ class _Trained(NamedTuple):
     weights: dict[str, Any]  # arrays: each tensor would travel in a file of its own
 
 
-def _on_a_full_mesh(cases: list[Case]) -> list[_Trained]:
+def _on_a_full_mesh(cases):
     topology = Topology.connect(pp=2, tp=2)
     trained = []
     for number, case in enumerate(cases):
@@ -282,7 +275,7 @@ def _on_a_full_mesh(cases: list[Case]) -> list[_Trained]:
     return trained
 
 
-def _by_one_process(case: Case) -> _Trained:
+def _by_one_process(case):
     """Train in one process, which takes the micro-batches of both data-parallel ranks."""
     torch.manual_seed(5)
     whole, steps = pipeline_engine(case, Transformer(case.config()), Topology(), copies=2), []
@@ -295,16 +288,16 @@ def _by_one_process(case: Case) -> _Trained:
     return _Trained(_told(steps), loss / weight, _arrays(whole))
 
 
-def _arrays(engine: ShardedEngine) -> dict[str, Any]:
+def _arrays(engine):
     return {name: weight.numpy() for name, weight in engine.full_weights().items()}
 
 
-def _told(steps: list[StepResult]) -> list[float]:
+def _told(steps):
     return [float(value) for step in steps for value in (step.loss, step.grad_norm)]
 
 
 @pytest.mark.uncounted
-def test_two_of_each_on_eight_ranks_are_one_process_within_rounding(run_ranks) -> None:
+def test_two_of_each_on_eight_ranks_are_one_process_within_rounding(run_ranks):
     cases = [Case(tied=True, model="gpt"), Case(schedule=SCHEDULES[-1])]
     cases += [Case(schedule="interleaved_1f1b", tied=True)] if FULL else []
     by_rank = run_ranks(_on_a_full_mesh, 8, cases)
@@ -324,7 +317,7 @@ def test_two_of_each_on_eight_ranks_are_one_process_within_rounding(run_ranks) -
 # Checkpoints.
 
 
-def _move(source: ShardedEngine, target: ShardedEngine, folder: Path) -> list[str]:
+def _move(source, target, folder):
     """Return the values that the target has not taken over bit for bit, among those that this rank trains in both."""
     all_or_none = AllOrNone(source.world, rank_device())
     checkpoint = read_on_all(save(folder, take_snapshot(source, RunRecord()), all_or_none), all_or_none)
@@ -336,7 +329,7 @@ def _move(source: ShardedEngine, target: ShardedEngine, folder: Path) -> list[st
     return [] if equal and common else [f"{len(common)} parameters, equal: {equal}"]
 
 
-def _moves(folder: Path) -> list[str]:
+def _moves(folder):
     """Move from a pipeline to data-parallel ranks, take a step there, and move on to a pipeline of another schedule."""
     case, topology = Case(dtype=FP16, tied=True), Topology.connect(pp=2)
     first, pipeline = make_pipeline(case, topology)
@@ -352,7 +345,7 @@ def _moves(folder: Path) -> list[str]:
     return wrong + _move(second, third, folder / "second")
 
 
-def test_a_checkpoint_goes_from_a_pipeline_to_data_parallel_ranks_and_back(run_ranks, tmp_path) -> None:
+def test_a_checkpoint_goes_from_a_pipeline_to_data_parallel_ranks_and_back(run_ranks, tmp_path):
     assert run_ranks(_moves, 2, tmp_path) == [[], []]
 
 
@@ -363,15 +356,15 @@ class _Poison(torch.autograd.Function):
     """Identity whose gradient becomes inf."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx, x):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
+    def backward(ctx, grad):
         return grad * float("inf")
 
 
-def _overflows(schedule: str) -> list[str]:
+def _overflows(schedule):
     """Return the failures of steps in which one stage alone overflows, or that stage and those before it."""
     topology = Topology.connect(pp=2)
     case = Case(schedule=schedule, dtype=FP16, tied=True, rounds=2)
@@ -400,6 +393,6 @@ def _overflows(schedule: str) -> list[str]:
     return wrong
 
 
-def test_an_overflow_on_any_stage_changes_nothing_on_any(run_ranks) -> None:
+def test_an_overflow_on_any_stage_changes_nothing_on_any(run_ranks):
     assert run_ranks(_overflows, 2, "1f1b") == [[], []]
     assert run_ranks(_overflows, 4, SCHEDULES[-1]) == [[]] * 4

@@ -1,7 +1,5 @@
 """A rank that raises, dies or hangs is named, the next case gets healthy ranks, and no rank outlives its parent."""
 
-from __future__ import annotations
-
 import multiprocessing.connection
 import os
 import resource
@@ -18,24 +16,24 @@ import torch.distributed as dist
 from megamix.tools.ranks import RankFailure, RankPool
 
 
-def _sum_of_ranks() -> int:
+def _sum_of_ranks():
     total = torch.tensor(dist.get_rank())
     dist.all_reduce(total)
     return int(total)
 
 
-def _rank_one_raises() -> None:
+def _rank_one_raises():
     if dist.get_rank() == 1:
         raise ValueError("planted")
     dist.barrier()
 
 
-def _rank_one_dies() -> None:
+def _rank_one_dies():
     if dist.get_rank() == 1:
         os._exit(7)
 
 
-def _rank_one_hangs() -> None:
+def _rank_one_hangs():
     if dist.get_rank() == 1:
         time.sleep(600)
 
@@ -48,17 +46,17 @@ def _rank_one_hangs() -> None:
         (_rank_one_hangs, "rank 1: did not answer"),
     ],
 )
-def test_a_failing_rank_is_named_and_the_next_case_runs(run_ranks, case, message) -> None:
+def test_a_failing_rank_is_named_and_the_next_case_runs(run_ranks, case, message):
     with pytest.raises(RankFailure, match=message):
         run_ranks(case, 2, deadline_s=4.0)
     assert run_ranks(_sum_of_ranks, 2) == [1, 1]
 
 
-def _many_tensors() -> list[torch.Tensor]:
+def _many_tensors():
     return [torch.full((2,), float(number)) for number in range(1500)]
 
 
-def test_answers_of_many_tensors_open_no_files(run_ranks) -> None:
+def test_answers_of_many_tensors_open_no_files(run_ranks):
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (1024, before[1]))
     try:
@@ -70,7 +68,7 @@ def test_answers_of_many_tensors_open_no_files(run_ranks) -> None:
     )
 
 
-def test_a_rank_that_died_between_two_calls_is_named() -> None:
+def test_a_rank_that_died_between_two_calls_is_named():
     with RankPool(2) as pool:
         _, pid = pool.call(os.getpid)
         os.kill(pid, signal.SIGKILL)
@@ -80,7 +78,7 @@ def test_a_rank_that_died_between_two_calls_is_named() -> None:
         assert pool.call(_sum_of_ranks) == [1, 1]
 
 
-def _make_group_and_count() -> tuple[int, int]:
+def _make_group_and_count():
     before = len(dist.distributed_c10d._world.pg_map)
     group = dist.new_group([0, 1], use_local_synchronization=True)
     total = torch.tensor(1)
@@ -88,7 +86,7 @@ def _make_group_and_count() -> tuple[int, int]:
     return before, int(total)
 
 
-def test_groups_that_a_case_has_made_are_gone_in_the_next(run_ranks) -> None:
+def test_groups_that_a_case_has_made_are_gone_in_the_next(run_ranks):
     for _ in range(3):
         assert run_ranks(_make_group_and_count, 2) == [(1, 2), (1, 2)]
 
@@ -102,13 +100,13 @@ pool.call(time.sleep, 600.0)
 """
 
 
-def _lives(pid: str) -> bool:
+def _lives(pid):
     stat = Path("/proc", pid, "stat")
     return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="asks Linux who lives")
-def test_ranks_end_with_a_parent_that_is_killed() -> None:
+def test_ranks_end_with_a_parent_that_is_killed():
     with subprocess.Popen([sys.executable, "-c", _PARENT], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         ranks = parent.stdout.readline().split()

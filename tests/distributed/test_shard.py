@@ -4,8 +4,6 @@ skipped and frozen parts, and recompute. A rank may look at its state alone betw
 forward to backward gathers nothing again.
 """
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle
@@ -26,14 +24,12 @@ from torch.utils.checkpoint import checkpoint
 
 from megamix import AdamW, DynamicLossScale, Precision, ShardedEngine, Sharding
 from megamix.comm.topology import Topology
-from megamix.mixed_precision.bucket import Bucket
 from megamix.mixed_precision.observer import StepObserver
 from megamix.mixed_precision.update_slice import MASTER
+from tests.builders import bf16_engine, compiled_model, loss_of, make_batch, make_engine, make_model, train_step
 from tests.conftest import FULL
 from tests.distributed import test_equals_reference as plain
-from tests.distributed.models import TinyModel, compiled_model, loss_of, make_batch, make_model
 from tests.distributed.test_equals_reference import OPTIMIZERS, check_cases
-from tests.engines import bf16_engine, make_engine, train_step
 
 pytestmark = pytest.mark.uncounted
 
@@ -52,7 +48,7 @@ class Case(plain.Case):
     init_scale: float = 2.0**24  # some steps overflow
     steps: int = 9
 
-    def flavour_at(self, step: int, rank: int) -> int:
+    def flavour_at(self, step, rank):
         return {"all": 0, "skips": (step + rank) % 2, "backwards": 2}[self.flavour]
 
 
@@ -75,11 +71,11 @@ AXES = {
 }  # fmt: skip
 
 
-def _cases(seed: int, count: int) -> list[Case]:
+def _cases(seed, count):
     """Return `count` seeded picks from the product of all axes, first those that show a value that no earlier one has
     shown.
     """
-    rng, seen, covering, others = random.Random(seed), set[tuple[str, object]](), [], []
+    rng, seen, covering, others = random.Random(seed), set(), [], []
     for _ in range(50 * count):
         settings = {axis: rng.choice(values) for axis, values in AXES.items()}
         new = {*settings.items()} - seen
@@ -100,13 +96,13 @@ class Seen:
     told: list[float]
 
 
-def _model(case: Case) -> TinyModel:
+def _model(case):
     model = make_model(case.tied, case.recompute)
     model.blocks[1].up.requires_grad_(not case.frozen)
     return model
 
 
-def train(case: Case, compile_update: bool = False) -> Seen:
+def train(case, compile_update=False):
     model, rank = _model(case), dist.get_rank() if dist.is_initialized() else 0
     units = [model.embedding, *model.blocks, model.head] if case.tables else [*model.blocks]
     scale = DynamicLossScale(init_scale=case.init_scale) if case.dtype == torch.float16 else None
@@ -119,9 +115,9 @@ def train(case: Case, compile_update: bool = False) -> Seen:
         grad_accum_steps=case.grad_accum_steps,
         compile_update=compile_update,
     )
-    told: list[float] = []
+    told = []
 
-    def evaluate(seed: int) -> None:
+    def evaluate(seed):
         if case.evaluates:
             with torch.no_grad():
                 told.append(float(loss_of(engine, make_batch(seed, 0, 0))))
@@ -145,19 +141,19 @@ def train(case: Case, compile_update: bool = False) -> Seen:
     return Seen(owned, half, told)
 
 
-def _both(cases: list[Case], compile_update: bool) -> list[tuple[Seen, Seen]]:
+def _both(cases, compile_update):
     return [(train(case, compile_update), train(replace(case, shard="states"), compile_update)) for case in cases]
 
 
-def _whole(ranks: tuple[Seen, ...]) -> dict[tuple[str, str], Tensor]:
-    found: dict[tuple[str, str], dict[int, Tensor]] = {}
+def _whole(ranks):
+    found = {}
     for seen in ranks:
         for name, state, start, values in seen.owned:
             found.setdefault((name, state), {})[start] = values
     return {key: torch.cat([parts[start] for start in sorted(parts)]) for key, parts in found.items()}
 
 
-def differences(case: Case, got: tuple[Seen, ...], want: tuple[Seen, ...]) -> list[str]:
+def differences(case, got, want):
     """Return the differences from the run with "states", bit for bit. `got`, `want`: of every rank."""
     ours, kept = _whole(got), _whole(want)
     assert ours.keys() == kept.keys()
@@ -172,15 +168,15 @@ def differences(case: Case, got: tuple[Seen, ...], want: tuple[Seen, ...]) -> li
     return [f"{case}: {one}" for one in wrong]
 
 
-def _alike(one: Tensor, other: Tensor) -> Tensor:
+def _alike(one, other):
     return (one == other) | (one.isnan() & other.isnan())  # no promise is made about the sign of a NaN
 
 
-def _same(one: Tensor, other: Tensor) -> bool:
+def _same(one, other):
     return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
 
 
-def _check(cases: list[Case], ranks: list[list[tuple[Seen, Seen]]]) -> None:
+def _check(cases, ranks):
     wrong = []
     for case, *by_rank in zip(cases, *ranks, strict=True):
         got, want = zip(*by_rank, strict=True)
@@ -189,17 +185,17 @@ def _check(cases: list[Case], ranks: list[list[tuple[Seen, Seen]]]) -> None:
 
 
 @pytest.mark.parametrize("dp_size", [2, 3, 4, 8])
-def test_ranks_compute_the_bits_of_the_kept_copy(run_ranks, dp_size: int) -> None:
+def test_ranks_compute_the_bits_of_the_kept_copy(run_ranks, dp_size):
     cases = _cases(dp_size, COUNTS[dp_size])
     _check(cases, run_ranks(_both, dp_size, cases, False, deadline_s=900.0))
 
 
-def test_one_rank_computes_the_bits_of_the_kept_copy() -> None:
+def test_one_rank_computes_the_bits_of_the_kept_copy():
     cases = _cases(1, COUNTS[1])
     _check(cases, [_both(cases, False)])
 
 
-def _added_by_owners(seed: int, dp_size: int, count: int) -> list[plain.Case]:
+def _added_by_owners(seed, dp_size, count):
     rng = random.Random(seed)
     return [
         plain.Case(
@@ -213,19 +209,17 @@ def _added_by_owners(seed: int, dp_size: int, count: int) -> list[plain.Case]:
 
 
 @pytest.mark.parametrize("dp_size", [2, 4])
-def test_micro_batches_that_owners_add_up_equal_a_plain_loop(run_ranks, dp_size: int) -> None:
+def test_micro_batches_that_owners_add_up_equal_a_plain_loop(run_ranks, dp_size):
     cases = _added_by_owners(dp_size, dp_size, 40 if FULL else 5)
     wrong = run_ranks(check_cases, dp_size, cases, deadline_s=600.0)
     assert not any(wrong), "\n".join(sum(wrong, [])[:5])
 
 
-def test_one_rank_adds_up_micro_batches_as_a_plain_loop_does() -> None:
+def test_one_rank_adds_up_micro_batches_as_a_plain_loop_does():
     assert check_cases(_added_by_owners(1, 1, 20 if FULL else 5)) == []
 
 
-def _engine(
-    shard: str = "parameters", group: dist.ProcessGroup | None = None, compiled: bool = False, grad_accum_steps: int = 1
-) -> ShardedEngine:
+def _engine(shard="parameters", group=None, compiled=False, grad_accum_steps=1):
     model = compiled_model(tied=False) if compiled else make_model(tied=False)
     return bf16_engine(model, shard=shard, topology=Topology.current(group), grad_accum_steps=grad_accum_steps)
 
@@ -250,7 +244,7 @@ READS = {
 
 
 @pytest.mark.parametrize("name", READS)
-def test_a_read_of_values_that_are_not_there_is_refused(name: str) -> None:
+def test_a_read_of_values_that_are_not_there_is_refused(name):
     engine = _engine()
     weight = engine.module.blocks[1].up.weight
     with pytest.raises(RuntimeError, match=r"reads parameter \S+\w, which .* `with engine.whole_parameters\(\)"):
@@ -270,7 +264,7 @@ def test_a_read_of_values_that_are_not_there_is_refused(name: str) -> None:
         lambda module: nn.init.zeros_(module.blocks[1].up.weight),
     ],
 )
-def test_a_write_to_values_that_are_not_there_is_refused_with_the_call_to_use(write) -> None:
+def test_a_write_to_values_that_are_not_there_is_refused_with_the_call_to_use(write):
     engine = _engine()
     with pytest.raises(
         RuntimeError, match=r"parameter \S+\w, which has no memory.* engine\.load_weights\(state_dict\)"
@@ -279,7 +273,7 @@ def test_a_write_to_values_that_are_not_there_is_refused_with_the_call_to_use(wr
     assert train_step(engine).grad_norm > 0
 
 
-def test_units_that_leave_out_much_of_the_model_are_told(caplog) -> None:
+def test_units_that_leave_out_much_of_the_model_are_told(caplog):
     """Log no tied table, which has two names and can be in no unit, and no norms."""
     for tied, units in ((True, slice(3)), (False, slice(3)), (False, slice(1))):
         model = make_model(tied)
@@ -289,7 +283,7 @@ def test_units_that_leave_out_much_of_the_model_are_told(caplog) -> None:
     assert "5506 of 7539 parameters, such as embedding.weight, are in none of `units`, so" in said
 
 
-def _one_reads_alone() -> list[float]:
+def _one_reads_alone():
     engine = _engine()
     train_step(engine)
     state, weights = engine.state_dict(), engine.full_weights()
@@ -309,7 +303,7 @@ def _one_reads_alone() -> list[float]:
     return [alone, together, of_copy, float(train_step(engine, 1).grad_norm)]
 
 
-def test_a_parameter_that_is_there_is_as_the_user_has_made_it() -> None:
+def test_a_parameter_that_is_there_is_as_the_user_has_made_it():
     model = make_model()
     own = {param: (type(param), dict(vars(param))) for param in model.parameters()}
     engine = make_engine(model, shard="parameters")
@@ -319,7 +313,7 @@ def test_a_parameter_that_is_there_is_as_the_user_has_made_it() -> None:
             assert {param: (type(param), dict(vars(param))) for param in model.parameters()} == own
 
 
-def test_inside_whole_parameters_a_rank_may_go_alone(run_ranks) -> None:
+def test_inside_whole_parameters_a_rank_may_go_alone(run_ranks):
     first, other = run_ranks(_one_reads_alone, 2)
     assert other[0] == other[1] == other[2] == first[1] == first[2]
     assert first[3] == other[3]
@@ -336,16 +330,14 @@ ORDERS = {  # blocks that a forward calls, by rank
 }
 
 
-def _in_order(
-    shard: str, order: tuple[tuple[int, ...], ...], recompute: str, *, inside: bool = True, forwards: int = 1
-) -> list[float]:
+def _in_order(shard, order, recompute, *, inside=True, forwards=1):
     """Return the norms and losses of steps whose forward calls these blocks, from inside of the model's forward or
     outside. All `forwards` of a step come before all its backwards.
     """
     engine = _engine(shard, grad_accum_steps=forwards)
     model, rank, told = engine.module, engine.topology.dp.rank, []
 
-    def forward(tokens: Tensor) -> Tensor:
+    def forward(tokens):
         x = model.embedding(tokens) if inside else torch.ones(3, 6, 24, dtype=torch.bfloat16, requires_grad=True)
         blocks = [model.blocks[index] for index in order[rank]]
         if recompute == "together":  # in backward all blocks begin before the first one ends
@@ -367,27 +359,27 @@ def _in_order(
 
 @pytest.mark.parametrize("recompute", RECOMPUTES)
 @pytest.mark.parametrize("order", ORDERS)
-def test_whatever_units_a_forward_calls_the_bits_are_the_kept_copys(run_ranks, order: str, recompute: str) -> None:
+def test_whatever_units_a_forward_calls_the_bits_are_the_kept_copys(run_ranks, order, recompute):
     kept, passing = (run_ranks(_in_order, 2, shard, ORDERS[order], recompute) for shard in ("states", "parameters"))
     assert kept == passing
 
 
 @pytest.mark.parametrize("order", ["early exit of one rank", "none on one rank", "ranks leave out other ones"])
-def test_a_checkpoint_of_several_units_may_wait_for_its_backward(run_ranks, order: str) -> None:
+def test_a_checkpoint_of_several_units_may_wait_for_its_backward(run_ranks, order):
     twice = partial(_in_order, forwards=2)
     kept, passing = (run_ranks(twice, 2, shard, ORDERS[order], "together") for shard in ("states", "parameters"))
     assert kept == passing
 
 
-def test_a_step_forgets_which_units_were_called() -> None:
+def test_a_step_forgets_which_units_were_called():
     """Free units that a later step leaves out: remembered calls would keep their memory to the end of its backward."""
-    engine, held = _engine(), list[int]()
+    engine, held = _engine(), []
     train_step(engine)
     model = engine.module
     middle = next(bucket.params for bucket in engine.buckets if "blocks.1.gain" in bucket.named_params)
     model.embedding.weight.register_hook(lambda grad: held.append(middle.untyped_storage().nbytes()))
 
-    def forward(tokens: Tensor) -> Tensor:
+    def forward(tokens):
         return model.head(model.norm(model.blocks[2](model.blocks[0](model.embedding(tokens)))))
 
     with mock.patch.object(model, "forward", forward):
@@ -396,8 +388,8 @@ def test_a_step_forgets_which_units_were_called() -> None:
     assert held == [0]
 
 
-def _evaluates_otherwise(shard: str) -> list[float]:
-    engine, told = _engine(shard), list[float]()
+def _evaluates_otherwise(shard):
+    engine, told = _engine(shard), []
     for step in range(3):
         with torch.set_grad_enabled(dist.get_rank() == 1):
             told.append(loss_of(engine.module, make_batch(100 + step, dist.get_rank(), 0)).item())
@@ -405,13 +397,13 @@ def _evaluates_otherwise(shard: str) -> list[float]:
     return told
 
 
-def test_one_rank_may_evaluate_with_gradients(run_ranks) -> None:
+def test_one_rank_may_evaluate_with_gradients(run_ranks):
     kept, passing = (run_ranks(_evaluates_otherwise, 2, shard) for shard in ("states", "parameters"))
     assert kept == passing
 
 
 @pytest.mark.parametrize("recompute", RECOMPUTES)
-def test_units_may_be_called_outside_of_the_models_forward(run_ranks, recompute: str) -> None:
+def test_units_may_be_called_outside_of_the_models_forward(run_ranks, recompute):
     orders = ((0, 1, 2), (0, 1, 2))
     outside = partial(_in_order, inside=False)
     kept, passing = (run_ranks(outside, 2, shard, orders, recompute) for shard in ("states", "parameters"))
@@ -425,8 +417,8 @@ CALLS = {  # calls of one rank alone between its forward and its backward
 }
 
 
-def _calls_alone(shard: str, call: str) -> list[float]:
-    engine, norms = _engine(shard), list[float]()
+def _calls_alone(shard, call):
+    engine, norms = _engine(shard), []
     for step in range(3):
         loss = loss_of(engine.module, make_batch(step, engine.topology.dp.rank, 0))
         if dist.get_rank():
@@ -437,7 +429,7 @@ def _calls_alone(shard: str, call: str) -> list[float]:
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_a_rank_may_look_alone_between_forward_and_backward(run_ranks, call: str) -> None:
+def test_a_rank_may_look_alone_between_forward_and_backward(run_ranks, call):
     kept, passing = (run_ranks(_calls_alone, 2, shard, call) for shard in ("states", "parameters"))
     assert kept == passing
 
@@ -445,14 +437,14 @@ def test_a_rank_may_look_alone_between_forward_and_backward(run_ranks, call: str
 class _Kinds(StepObserver):
     """Notes the kinds of launched transfers."""
 
-    def __init__(self) -> None:
-        self.kinds: list[str] = []
+    def __init__(self):
+        self.kinds = []
 
-    def on_transfer(self, kind: str, bucket: Bucket, pending: object) -> None:
+    def on_transfer(self, kind, bucket, pending):
         self.kinds.append(kind)
 
 
-def _gathers(shard: str = "parameters") -> tuple[int, list[float]]:
+def _gathers(shard="parameters"):
     """Return the number of gathers in a step, and the norms of three steps. The tied embedding is a unit without a
     parameter.
     """
@@ -465,14 +457,14 @@ def _gathers(shard: str = "parameters") -> tuple[int, list[float]]:
     return seen.kinds.count("all_gather") // 3, norms
 
 
-def test_the_last_unit_of_a_forward_is_not_gathered_again(run_ranks) -> None:
+def test_the_last_unit_of_a_forward_is_not_gathered_again(run_ranks):
     kept, passing = (run_ranks(_gathers, 2, shard) for shard in ("states", "parameters"))
     assert [norms for _, norms in kept] == [norms for _, norms in passing]
     assert {count for count, _ in passing} == {1 + 4 + 3}  # root and four units; in backward the first three again
 
 
-def test_a_users_hook_of_before_the_engine_reads_its_units_parameters() -> None:
-    model, seen = make_model(tied=False), list[float]()
+def test_a_users_hook_of_before_the_engine_reads_its_units_parameters():
+    model, seen = make_model(tied=False), []
     model.blocks[1].register_forward_pre_hook(lambda module, args: seen.append(float(module.up.weight.sum())))
     sharding = Sharding([*model.blocks], shard="parameters")
     engine = bf16_engine(model, sharding=sharding)
@@ -486,12 +478,12 @@ class _PlantedError(Exception):
     pass
 
 
-def _fails_amid(forward: bool) -> list[float]:
+def _fails_amid(forward):
     engine = _engine()
     where = engine.module.blocks[1]
     plant = where.register_forward_hook if forward else where.register_full_backward_hook
 
-    def fails(*_: object) -> None:
+    def fails(*_):
         raise _PlantedError
 
     hook = plant(fails)
@@ -505,17 +497,17 @@ def _fails_amid(forward: bool) -> list[float]:
 
 
 @pytest.mark.parametrize("forward", [True, False])
-def test_a_pass_that_fails_leaves_nothing_behind(run_ranks, forward: bool) -> None:
+def test_a_pass_that_fails_leaves_nothing_behind(run_ranks, forward):
     want = [0.0, *run_ranks(_norms, 2)[0]]
     assert run_ranks(_fails_amid, 2, forward) == [want, want]
 
 
-def _norms(shard: str = "states", compiled: bool = False) -> list[float]:
+def _norms(shard="states", compiled=False):
     engine = _engine(shard, compiled=compiled)
     return [float(train_step(engine, step).grad_norm) for step in range(2)]
 
 
-def test_compiled_blocks_compute_the_bits_of_the_kept_copy(run_ranks) -> None:
+def test_compiled_blocks_compute_the_bits_of_the_kept_copy(run_ranks):
     kept, passing = (run_ranks(_norms, 2, shard, True) for shard in ("states", "parameters"))
     assert kept == passing
 
@@ -528,11 +520,11 @@ class _Given:
 class _Router(nn.Module):
     """A unit that returns a dataclass, and keeps a loss as an attribute that nothing else leads to."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.gain, self.gate = nn.Parameter(torch.full((24,), 0.5)), nn.Parameter(torch.full((24,), 0.25))
 
-    def forward(self, x: Tensor) -> _Given:
+    def forward(self, x):
         self.balance = (x.detach() * self.gate * self.gate).float().square().mean()
         return _Given(x * self.gain * self.gain)
 
@@ -540,20 +532,20 @@ class _Router(nn.Module):
 class _Foreign(nn.Module):
     """Two routers between blocks that share a layer, which therefore belongs to neither."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.body = make_model(tied=False)
         self.routers = nn.ModuleList(_Router() for _ in range(2))
         self.body.blocks[2].down = self.body.blocks[0].down
 
-    def forward(self, tokens: Tensor, flavour: int) -> Tensor:
+    def forward(self, tokens, flavour):
         x = self.body.embedding(tokens)
         for block, router in zip(self.body.blocks, self.routers, strict=False):
             x = router(block(x)).hidden
         return self.body.head(self.body.blocks[2](x))
 
 
-def _foreign(shard: str) -> list[float]:
+def _foreign(shard):
     model = _Foreign()
     sharding = Sharding([*model.body.blocks, *model.routers], shard=shard)
     engine = bf16_engine(model, sharding=sharding)
@@ -565,15 +557,15 @@ def _foreign(shard: str) -> list[float]:
     return norms
 
 
-def test_what_a_unit_gives_in_other_ways_and_shares_has_the_bits_of_the_kept_copy(run_ranks) -> None:
+def test_what_a_unit_gives_in_other_ways_and_shares_has_the_bits_of_the_kept_copy(run_ranks):
     kept, passing = (run_ranks(_foreign, 2, shard) for shard in ("states", "parameters"))
     assert kept == passing
 
 
-def _fails_alone(shard: str, where: int, with_grad: bool) -> list[float]:
+def _fails_alone(shard, where, with_grad):
     engine = _engine(shard)
 
-    def fails(*_: object) -> None:
+    def fails(*_):
         raise _PlantedError
 
     train_step(engine)
@@ -588,12 +580,12 @@ def _fails_alone(shard: str, where: int, with_grad: bool) -> list[float]:
 
 
 @pytest.mark.parametrize(("where", "with_grad"), [(0, False), (0, True), (2, False)])
-def test_a_forward_that_fails_on_one_rank_leaves_the_gathers_in_step(run_ranks, where: int, with_grad: bool) -> None:
+def test_a_forward_that_fails_on_one_rank_leaves_the_gathers_in_step(run_ranks, where, with_grad):
     kept, passing = (run_ranks(_fails_alone, 2, shard, where, with_grad) for shard in ("states", "parameters"))
     assert kept == passing
 
 
-def test_gradients_of_ones_own_are_refused_by_the_units_name() -> None:
+def test_gradients_of_ones_own_are_refused_by_the_units_name():
     engine = _engine()
     hidden = torch.ones(3, 24, dtype=torch.bfloat16, requires_grad=True)
     with pytest.raises(RuntimeError, match=r"blocks.2 is differentiated outside of engine.backward\(loss\)"):
@@ -605,7 +597,7 @@ def test_gradients_of_ones_own_are_refused_by_the_units_name() -> None:
     assert grad.shape == hidden.shape
 
 
-def test_parameters_that_others_share_stay_in_memory(caplog) -> None:
+def test_parameters_that_others_share_stay_in_memory(caplog):
     told = []
     for shard in ("states", "parameters"):
         model = make_model(tied=False)
@@ -619,7 +611,7 @@ def test_parameters_that_others_share_stay_in_memory(caplog) -> None:
     assert caplog.text.count("a NumPy array or another process shares them") == 2  # once for each unit
 
 
-def _calls_a_unit_twice() -> str:
+def _calls_a_unit_twice():
     group = dist.new_group([0, 1], timeout=timedelta(seconds=4))
     engine = _engine(group=group)
     blocks = engine.module.blocks
@@ -634,13 +626,13 @@ def _calls_a_unit_twice() -> str:
     return ""
 
 
-def test_a_unit_that_one_rank_calls_twice_is_named(run_ranks) -> None:
+def test_a_unit_that_one_rank_calls_twice_is_named(run_ranks):
     first, other = run_ranks(_calls_a_unit_twice, 2, deadline_s=40.0)
     assert "while the weights of blocks.0 were gathered" in other
     assert "every rank must call the model, its units and their backward equally often" in first
 
 
-def test_wrong_settings_are_refused() -> None:
+def test_wrong_settings_are_refused():
     model = make_model()
     with pytest.raises(ValueError, match="must be 'states' or 'gradients' or 'parameters', got 'all'"):
         Sharding([*model.blocks], shard="all")

@@ -4,71 +4,67 @@ step, and no process dies. If all ranks end a step, they can continue. Code that
 also has them in backward, or is refused.
 """
 
-from __future__ import annotations
-
 import gc
 import re
 import threading
 import traceback
-from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from megamix import AdamW, Precision, ShardedEngine, Sharding
-from tests.distributed.models import loss_of, make_batch, make_model
+from tests.builders import loss_of, make_batch, make_model, train_step
 from tests.distributed.test_shard import _engine, _PlantedError
-from tests.engines import train_step
 
 pytestmark = pytest.mark.uncounted
 
 _TIMEOUT_S = 3  # seconds of a wait that nobody ends
 
 
-def _norm(engine: ShardedEngine, step: int = 0) -> float:
+def _norm(engine, step=0):
     return float(train_step(engine, step).grad_norm)
 
 
-def _fails(*_: object) -> None:
+def _fails(*_):
     raise _PlantedError
 
 
-def _backward_fails(engine: ShardedEngine, step: int, where: int) -> None:
+def _backward_fails(engine, step, where):
     hook = engine.module.blocks[where].register_full_backward_hook(_fails)
     with pytest.raises(_PlantedError):
         engine.backward(loss_of(engine.module, make_batch(step, engine.topology.dp.rank, 0)))
     hook.remove()
 
 
-def _evaluate(engine: ShardedEngine) -> float:
+def _evaluate(engine):
     with torch.no_grad():
         return float(loss_of(engine.module, make_batch(9, 0, 0)))
 
 
-def _one_fails_and_repeats(engine: ShardedEngine) -> None:
+def _one_fails_and_repeats(engine):
     if dist.get_rank():
         _backward_fails(engine, 0, 2)
     train_step(engine)
 
 
-def _one_evaluates_more(engine: ShardedEngine) -> None:
+def _one_evaluates_more(engine):
     engine.backward(loss_of(engine.module, make_batch(0, 0, 0)))
     if dist.get_rank():
         _evaluate(engine)
     engine.step()
 
 
-def _one_loads_first(engine: ShardedEngine) -> None:
+def _one_loads_first(engine):
     weights = {name: 2 * weight for name, weight in engine.full_weights().items()}
     if dist.get_rank():
         engine.load_weights(weights)
     _evaluate(engine)
 
 
-PARTINGS: dict[str, tuple[Callable[[ShardedEngine], None], str, str]] = {  # and the errors of the two ranks
+PARTINGS = {  # and the errors of the two ranks
     "one rank's backward fails, and it repeats its step": (
         _one_fails_and_repeats,
         r"while the gradients of blocks.1.down.weight to blocks.1.gain were summed: every rank must call backward",
@@ -87,7 +83,7 @@ PARTINGS: dict[str, tuple[Callable[[ShardedEngine], None], str, str]] = {  # and
 }
 
 
-def _part(name: str) -> str:
+def _part(name):
     engine = _engine(group=dist.new_group([0, 1], timeout=timedelta(seconds=_TIMEOUT_S)))
     train_step(engine)
     try:
@@ -98,13 +94,13 @@ def _part(name: str) -> str:
 
 
 @pytest.mark.parametrize("name", PARTINGS)
-def test_ranks_that_part_ways_are_told_by_name(run_ranks, name: str) -> None:
+def test_ranks_that_part_ways_are_told_by_name(run_ranks, name):
     said = run_ranks(_part, 2, name, deadline_s=40.0)
     for text, told in zip(said, PARTINGS[name][1:], strict=True):
         assert re.search(told, text), text
 
 
-def _one_fails_and_all_discard(where: int | None) -> list[float]:
+def _one_fails_and_all_discard(where):
     engine = _engine(grad_accum_steps=2)
     if where is not None:
         if dist.get_rank():
@@ -123,7 +119,7 @@ def _one_fails_and_all_discard(where: int | None) -> list[float]:
 
 
 @pytest.mark.parametrize("where", [0, 2])
-def test_after_a_backward_that_fails_on_one_rank_all_may_discard_and_go_on(run_ranks, where: int) -> None:
+def test_after_a_backward_that_fails_on_one_rank_all_may_discard_and_go_on(run_ranks, where):
     want = run_ranks(_one_fails_and_all_discard, 2, None)
     assert run_ranks(_one_fails_and_all_discard, 2, where, deadline_s=40.0) == want
 
@@ -131,19 +127,19 @@ def test_after_a_backward_that_fails_on_one_rank_all_may_discard_and_go_on(run_r
 class _Gated(nn.Module):
     """A block with a loss of its own, which it puts into a list. `alone`: nothing else has a gradient."""
 
-    def __init__(self, block: nn.Module, losses: list[Tensor], alone: bool):
+    def __init__(self, block, losses, alone):
         super().__init__()
         self.block, self.gate, self.alone = block, nn.Parameter(torch.full((24,), 0.5)), alone
         self._losses = losses  # private, since public attributes are looked at
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         y = self.block(x)
         self._losses.append((y * self.gate * self.gate).float().square().mean())
         return y.detach() if self.alone else y
 
 
-def _reads_beside(shard: str, alone: bool, overlap: bool) -> list[float]:
-    model, losses = make_model(tied=False), list[Tensor]()
+def _reads_beside(shard, alone, overlap):
+    model, losses = make_model(tied=False), []
     model.blocks = nn.ModuleList(_Gated(block, losses, alone) for block in model.blocks)
     sharding = Sharding([*model.blocks], shard=shard, overlap=overlap)
     engine = ShardedEngine(model, AdamW(lr=0.01), Precision(torch.bfloat16), sharding, compile_update=False)
@@ -163,21 +159,21 @@ def _reads_beside(shard: str, alone: bool, overlap: bool) -> list[float]:
 
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("alone", [True, False])
-def test_what_a_loss_reads_beside_a_units_output_is_gathered(run_ranks, alone: bool, overlap: bool) -> None:
+def test_what_a_loss_reads_beside_a_units_output_is_gathered(run_ranks, alone, overlap):
     kept, passing = (run_ranks(_reads_beside, 2, shard, alone, overlap) for shard in ("states", "parameters"))
     assert kept == passing
 
 
 class _Table(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(6, 24))
 
-    def forward(self, tokens: Tensor) -> dict[str, Tensor]:
+    def forward(self, tokens):
         return {"places": self.weight[: tokens.shape[1]]}
 
 
-def test_a_unit_that_returns_a_view_of_its_parameter_is_refused_by_name() -> None:
+def test_a_unit_that_returns_a_view_of_its_parameter_is_refused_by_name():
     model = nn.Sequential(_Table())
     sharding = Sharding([model[0]], shard="parameters")
     engine = ShardedEngine(model, AdamW(lr=0.01), sharding=sharding, compile_update=False)
@@ -188,16 +184,16 @@ def test_a_unit_that_returns_a_view_of_its_parameter_is_refused_by_name() -> Non
 
 
 @pytest.mark.parametrize("when", ["forward", "backward"])
-def test_a_second_thread_inside_the_model_is_refused_by_the_units_name(when: str) -> None:
+def test_a_second_thread_inside_the_model_is_refused_by_the_units_name(when):
     engine = _engine()
     block, inside, go = engine.module.blocks[1], threading.Event(), threading.Event()
 
-    def waits(*_: object) -> None:
+    def waits(*_):
         inside.set()
         assert go.wait(20.0)
 
     hook = (block.register_forward_hook if when == "forward" else block.register_full_backward_hook)(waits)
-    norms = list[float]()
+    norms = []
     thread = threading.Thread(target=lambda: norms.append(_norm(engine)))
     thread.start()
     assert inside.wait(20.0)
@@ -211,7 +207,7 @@ def test_a_second_thread_inside_the_model_is_refused_by_the_units_name(when: str
     assert [*norms, _norm(engine, 1)] == [_norm(other), _norm(other, 1)]
 
 
-def test_a_module_whose_engine_was_dropped_amid_a_step_says_so() -> None:
+def test_a_module_whose_engine_was_dropped_amid_a_step_says_so():
     engine = _engine()
     model = engine.module
     loss = loss_of(model, make_batch(0, 0, 0))

@@ -4,8 +4,6 @@ pickles, submodules; with units after `state_dict()` or `engine.wait()`; copies 
 Gathers land when they are awaited and not before. Until then the elements of other ranks are NaN.
 """
 
-from __future__ import annotations
-
 import copy
 import gc
 import io
@@ -18,52 +16,51 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from megamix import AdamW, ShardedEngine, Sharding
+from megamix import AdamW, Sharding
+from tests.builders import BF16, loss_of, make_batch, make_engine, make_model, train_step
 from tests.conftest import FULL
 from tests.distributed.late_gather import late_gathers
-from tests.distributed.models import loss_of, make_batch, make_model
-from tests.engines import BF16, make_engine, train_step
 
 Read = Callable[[nn.Module, int], dict[str, Tensor]]  # reads a module's weights after a step
 
 
-def _of_one_submodule(module: nn.Module, step: int) -> dict[str, Tensor]:
+def _of_one_submodule(module, step):
     submodules = [one for one in module.modules() if any(True for _ in one.parameters())]
     return submodules[step % len(submodules)].state_dict()
 
 
-def _averaged(module: nn.Module, step: int) -> dict[str, Tensor]:
+def _averaged(module, step):
     average = AveragedModel(make_model(), avg_fn=lambda average, weight, count: weight.float())
     average.update_parameters(module)
     average.update_parameters(module)
     return average.module.state_dict()
 
 
-def _saved(what: object) -> object:
+def _saved(what):
     file = io.BytesIO()
     torch.save(what, file)
     file.seek(0)
     return torch.load(file, weights_only=False)
 
 
-def _evaluated(module: nn.Module, step: int) -> dict[str, Tensor]:
+def _evaluated(module, step):
     with torch.no_grad():
         return {"logits": module(make_batch(step, 0, 1))}
 
 
-BY_STATE_DICT: dict[str, Read] = {
+BY_STATE_DICT = {
     "state_dict": lambda module, step: module.state_dict(),
     "state_dict of a submodule": _of_one_submodule,
     "torch.save(state_dict)": lambda module, step: _saved(module.state_dict()),
     "evaluation": _evaluated,
 }
-COPIES: dict[str, Read] = {
+COPIES = {
     "torch.save(module)": lambda module, step: _saved(module).state_dict(),
     "pickle": lambda module, step: pickle.loads(pickle.dumps(module)).state_dict(),
     "deepcopy": lambda module, step: copy.deepcopy(module).state_dict(),
     "deepcopy of a submodule": lambda module, step: copy.deepcopy(module.blocks[step % 3].up).state_dict(),
 }
-OTHERS: dict[str, Read] = {
+OTHERS = {
     "named_parameters": lambda module, step: dict(module.named_parameters()),
     "AveragedModel.update_parameters": _averaged,
     "call of a submodule": lambda module, step: {"row": module.embedding(torch.arange(5))},
@@ -71,20 +68,20 @@ OTHERS: dict[str, Read] = {
 READS = BY_STATE_DICT | COPIES | OTHERS
 
 
-def _engine(units: bool) -> ShardedEngine:
+def _engine(units):
     model = make_model()
     sharding = Sharding(units=[*model.blocks] if units else [], bucket_size=1500)
     return make_engine(model, AdamW(lr=0.05), BF16, sharding)
 
 
-def _of_masters(engine: ShardedEngine) -> nn.Module:
+def _of_masters(engine):
     """Return a plain module with the weights that every read should have given."""
     plain = make_model()
     plain.load_state_dict(engine.full_weights())
     return plain.bfloat16()
 
 
-def _stale(units: bool, names: list[str], steps: int, waits: bool = False) -> dict[str, tuple[int, int]]:
+def _stale(units, names, steps, waits=False):
     """Return (stale tensors, tensors) over all steps for each way of reading."""
     found = {}
     with late_gathers():
@@ -114,14 +111,14 @@ RANKS = [2, 4] if FULL else [2]
     [(False, [*READS], False), (True, [*BY_STATE_DICT], False), (True, [*COPIES, *OTHERS], True)],
     ids=["without units, any way", "with units, by state_dict", "with units, after engine.wait()"],
 )
-def test_a_read_after_a_step_is_of_this_step(run_ranks, ranks: int, units: bool, names: list[str], waits: bool) -> None:
+def test_a_read_after_a_step_is_of_this_step(run_ranks, ranks, units, names, waits):
     for found in run_ranks(_stale, ranks, units, names, STEPS, waits, deadline_s=900.0 if FULL else 120.0):
         assert found.keys() == {*names}
         assert {name: stale for name, (stale, _) in found.items() if stale} == {}
         assert all(count >= STEPS for _, count in found.values())
 
 
-def _refused_copies() -> list[str]:
+def _refused_copies():
     """Return the error of each way of copying while gathers are under way. Then the next step trains as if no copy had
     been tried.
     """
@@ -143,13 +140,13 @@ def _refused_copies() -> list[str]:
     return told
 
 
-def test_a_copy_while_gathers_are_under_way_is_refused(run_ranks) -> None:
+def test_a_copy_while_gathers_are_under_way_is_refused(run_ranks):
     for told in run_ranks(_refused_copies, 2):
         assert len(told) == len(COPIES)
         assert all("call engine.wait() before" in message for message in told), told
 
 
-def _read_after_a_load() -> list[bool]:
+def _read_after_a_load():
     answers = []
     with late_gathers():
         for units in (False, True):
@@ -164,13 +161,13 @@ def _read_after_a_load() -> list[bool]:
     return answers
 
 
-def test_a_read_after_a_load_is_of_what_was_loaded(run_ranks) -> None:
+def test_a_read_after_a_load_is_of_what_was_loaded(run_ranks):
     for answers in run_ranks(_read_after_a_load, 2):
         assert len(answers) == 48
         assert all(answers)
 
 
-def _live_apart_from_the_engine() -> list[bool]:
+def _live_apart_from_the_engine():
     """Let a copy and a pickle go on by themselves: they keep no engine alive, await nothing, and train
     under their own.
     """
@@ -199,7 +196,7 @@ def _live_apart_from_the_engine() -> list[bool]:
         return answers + [torch.equal(value, want[name]) for name, value in unpickled.state_dict().items()]
 
 
-def test_copies_live_apart_from_the_engine(run_ranks) -> None:
+def test_copies_live_apart_from_the_engine(run_ranks):
     for answers in run_ranks(_live_apart_from_the_engine, 2):
         assert len(answers) > 50
         assert all(answers)

@@ -2,12 +2,9 @@
 It computes the same bits and never makes the host wait for a GPU.
 """
 
-from __future__ import annotations
-
 import threading
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -17,16 +14,16 @@ from megamix.comm import timeline as timeline_module
 from megamix.comm.collectives import Pending
 from megamix.comm.timeline import Timeline, Transfer
 from megamix.report.profiling import Transfers
-from tests.distributed.models import loss_of, make_batch, make_model
+from tests.builders import loss_of, make_batch, make_model
 
 
 class Work:
     """A collective that ends on demand."""
 
-    def __init__(self, error: Exception | None = None) -> None:
+    def __init__(self, error=None):
         self.end, self.error = threading.Event(), error
 
-    def wait(self) -> None:
+    def wait(self):
         self.end.wait()
         if self.error is not None:
             raise self.error
@@ -40,7 +37,7 @@ def now(monkeypatch):
     return time
 
 
-def test_a_transfer_lands_when_it_has_arrived_and_is_waited_for_from_when_it_is_needed(now) -> None:
+def test_a_transfer_lands_when_it_has_arrived_and_is_waited_for_from_when_it_is_needed(now):
     timeline, work = Timeline(torch.device("cpu")), Work()
     summed = Pending(work, then=lambda: now.update(s=17.5))  # a sum takes time
     now["s"] = 11.0
@@ -56,7 +53,7 @@ def test_a_transfer_lands_when_it_has_arrived_and_is_waited_for_from_when_it_is_
     assert timeline.transfers() == [Transfer("reduce_scatter", 3, 1.0, 2.0, 5.0, 2.5)]
 
 
-def test_an_error_of_a_transfer_reaches_who_waits_for_it() -> None:
+def test_an_error_of_a_transfer_reaches_who_waits_for_it():
     work = Work(RuntimeError("a peer died"))
     pending = Pending(work)
     Timeline(torch.device("cpu")).watch("all_gather", 0, pending)
@@ -65,8 +62,8 @@ def test_an_error_of_a_transfer_reaches_who_waits_for_it() -> None:
         pending.wait()
 
 
-def _watched_and_not(sharding: Sharding, precision: Precision) -> tuple[list[list[Transfer]], int, bool]:
-    def trained(timelines: list[Timeline]) -> ShardedEngine:
+def _watched_and_not(sharding, precision):
+    def trained(timelines):
         model = make_model(tied=False)
         own = replace(sharding, units=[*model.blocks])
         engine = ShardedEngine(model, AdamW(lr=0.01), precision, own, clip_grad=1.0, compile_update=False)
@@ -80,7 +77,7 @@ def _watched_and_not(sharding: Sharding, precision: Precision) -> tuple[list[lis
         engine.wait()
         return engine
 
-    timelines: list[Any] = [None, None]
+    timelines = [None, None]
     watched, plain = trained(timelines), trained([])
     pairs = zip(watched.buckets, plain.buckets, strict=True)
     equal = all(torch.equal(one.master, other.master) for one, other in pairs)
@@ -89,7 +86,7 @@ def _watched_and_not(sharding: Sharding, precision: Precision) -> tuple[list[lis
 
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("reduce_dtype", ["half", "half_fp32_sum"])
-def test_watched_steps_compute_the_same_bits_and_tell_of_every_bucket(run_ranks, overlap: bool, reduce_dtype) -> None:
+def test_watched_steps_compute_the_same_bits_and_tell_of_every_bucket(run_ranks, overlap, reduce_dtype):
     sharding = Sharding(bucket_size=1500, overlap=overlap)
     precision = Precision(torch.bfloat16, reduce_dtype=reduce_dtype)
     for steps, buckets, equal in run_ranks(_watched_and_not, 2, sharding, precision):
@@ -104,31 +101,31 @@ def test_watched_steps_compute_the_same_bits_and_tell_of_every_bucket(run_ranks,
                 assert one.waited_s >= max(0.0, one.landed_s - one.needed_s)
 
 
-def test_a_gpu_tells_by_events_alone_until_all_is_over(monkeypatch) -> None:
-    recorded: list[str] = []  # stream of each event, in order
+def test_a_gpu_tells_by_events_alone_until_all_is_over(monkeypatch):
+    recorded = []  # stream of each event, in order
     streams = ["compute"]
 
     class Event:
-        def __init__(self, enable_timing: bool) -> None:
+        def __init__(self, enable_timing):
             assert enable_timing
 
-        def record(self) -> None:
+        def record(self):
             recorded.append(streams[-1])
             self.at = len(recorded)
 
-        def elapsed_time(self, end: Event) -> float:
+        def elapsed_time(self, end):
             assert recorded[-1] == "synchronized"
             return 1000.0 * (end.at - self.at)
 
     class OnStream(nullcontext):
-        def __enter__(self) -> None:
+        def __enter__(self):
             streams.append(self.enter_result)
 
-        def __exit__(self, *error: object) -> None:
+        def __exit__(self, *error):
             streams.pop()
 
     class Ordered:
-        def wait(self) -> None:
+        def wait(self):
             recorded.append(f"{streams[-1]} waits")
 
     monkeypatch.setattr(torch.cuda, "Event", Event)

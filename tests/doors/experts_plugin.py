@@ -2,18 +2,15 @@
 expert's load is from the mean, not by the sign alone.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch.nn.functional as F
 from pydantic import NonNegativeFloat
-from torch import Tensor
 
 from megamix import Tally
 from megamix.config import ModelConfig
 from megamix.model.experts import Experts, Router
-from megamix.model.transformer import Block, Transformer
+from megamix.model.transformer import Transformer
 from megamix.plugins import register_family
 
 
@@ -27,7 +24,7 @@ class RootConfig(ModelConfig):
 
 
 class RootRouter(Router):
-    def scores(self, logits: Tensor) -> Tensor:
+    def scores(self, logits):
         return F.softplus(logits).sqrt()
 
 
@@ -35,7 +32,7 @@ class Root(Transformer):
     name, section = "root", RootConfig
     formats = ()
 
-    def block(self, config: RootConfig, layer: int) -> Block:
+    def block(self, config, layer):
         block = super().block(config, layer)
         if isinstance(block.feed_forward, Experts):
             router = RootRouter(config, config.experts, self.ops)

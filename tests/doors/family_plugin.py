@@ -1,19 +1,16 @@
 """A family of two kinds of blocks: every other one mixes positions, the others work on each alone and cost less."""
 
-from __future__ import annotations
-
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from pydantic import PositiveInt
-from torch import Tensor, nn
+from torch import nn
 
 from megamix.config import DecoderConfig
 from megamix.model.decoder import Branch, Decoder
 from megamix.model.formats import Format, Location
 from megamix.model.layers import Linear, ParamRule, RMSNorm
-from megamix.model.ops import Ops
 from megamix.plugins import register_family
 
 
@@ -31,7 +28,7 @@ class ToyConfig(DecoderConfig):
 class Mixing(Branch):
     """Attention without positions."""
 
-    def __init__(self, config: ToyConfig, ops: Ops) -> None:
+    def __init__(self, config, ops):
         super().__init__()
         size = config.hidden_size
         self.ops, self.head_dim = ops, size // config.mixing_heads
@@ -40,21 +37,21 @@ class Mixing(Branch):
         self.query, self.key, self.value = columns(), columns(), columns()
         self.out = Linear(size, size, False, ops, std=config.init_std / 2, divides="rows")
 
-    def forward(self, x: Tensor, documents: Any, cache: Any) -> Tensor:
+    def forward(self, x, documents, cache):
         query, key, value = (
             layer(x).unflatten(-1, (-1, self.head_dim)) for layer in (self.query, self.key, self.value)
         )
         if cache is not None:
             key, value = cache.extend(key, value)
         mixed = self.ops.attention(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), documents)
-        out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        out = self.out(mixed.transpose(1, 2).flatten(2))
         return out
 
 
 class Gated(Branch):
     """Each position alone; `gain` is a parameter of its own, divided as the columns are."""
 
-    def __init__(self, config: ToyConfig, ops: Ops) -> None:
+    def __init__(self, config, ops):
         super().__init__()
         size, inner = config.hidden_size, config.gate_size
         self.ops = ops
@@ -63,19 +60,19 @@ class Gated(Branch):
         self.rules = {"gain": ParamRule("ones", divided=0)}
         self.down = Linear(inner, size, True, ops, std=config.init_std / 2, divides="rows")
 
-    def forward(self, x: Tensor, *context: object) -> Tensor:
-        out: Tensor = self.down(self.ops.swiglu(self.gate(x), self.up(x)) * self.gain)
+    def forward(self, x, *context):
+        out = self.down(self.ops.swiglu(self.gate(x), self.up(x)) * self.gain)
         return out
 
 
 class ToyBlock(nn.Module):
-    def __init__(self, name: str, branch: Branch, norm: RMSNorm) -> None:
+    def __init__(self, name, branch, norm):
         super().__init__()
         self.name, self.norm = name, norm
         self.add_module(name, branch)
 
-    def forward(self, x: Tensor, rotary: Any, documents: Any, cache: Any) -> Tensor:
-        added: Tensor = self.get_submodule(self.name)(self.norm(x), documents, cache)
+    def forward(self, x, rotary, documents, cache):
+        added = self.get_submodule(self.name)(self.norm(x), documents, cache)
         return x + added
 
 
@@ -102,14 +99,14 @@ TOY = Format(
 class Toy(Decoder):
     name, section, formats = "toy", ToyConfig, (TOY,)
 
-    def block(self, config: ToyConfig, layer: int) -> ToyBlock:
+    def block(self, config, layer):
         norm = RMSNorm(config.hidden_size, 1e-5, self.ops)
         if self.kind(config, layer) == "mixing":
             return ToyBlock("mixing", Mixing(config, self.ops), norm)
         return ToyBlock("gated", Gated(config, self.ops), norm)
 
     @classmethod
-    def kind(cls, config: ToyConfig, layer: int) -> str:
+    def kind(cls, config, layer):
         return "mixing" if layer % 2 else "gated"
 
 

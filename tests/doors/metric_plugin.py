@@ -1,6 +1,5 @@
 """How large the feed-forward parts' outputs are, of every model that is trained while the plugin is there."""
 
-from torch import Tensor
 from torch.nn.modules.module import register_module_forward_hook
 
 import megamix
@@ -8,7 +7,7 @@ from megamix.model.layers import RMSNorm
 from megamix.model.transformer import FeedForward
 
 
-def _watch(module: object, args: object, out: Tensor) -> None:
+def _watch(module, args, out):
     if isinstance(module, FeedForward):
         megamix.record("ffn/rms", out.float().square().mean().sqrt())
         megamix.record("ffn/peak", out.abs().amax(), "max")

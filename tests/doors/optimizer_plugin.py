@@ -1,17 +1,12 @@
 """Lion (Chen et al. 2023, algorithm 2) as an optimizer of one's own: one state, and a step that is a sign."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated
 
 import torch
 from pydantic import Field
-from torch import Tensor
 
 from megamix.mixed_precision.optimizers import Optimizer
-from megamix.mixed_precision.update_slice import States, UpdateScalars
 from megamix.plugins import Section, register_optimizer
 
 
@@ -26,10 +21,10 @@ class LionKeys(Section):
 class Lion(Optimizer):
     betas: tuple[float, float] = (0.9, 0.99)
 
-    def states(self, name: str, shape: tuple[int, ...]) -> Mapping[str, torch.dtype]:
+    def states(self, name, shape):
         return {"momentum": torch.float32}
 
-    def equation(self, grad: Tensor, master: Tensor, states: States, at: UpdateScalars) -> tuple[Tensor, States]:
+    def equation(self, grad, master, states, at):
         momentum = states["momentum"]
         direction = torch.lerp(momentum, grad, 1 - self.betas[0]).sign()
         master = master - at.lr * (direction + at.weight_decay * master)

@@ -1,12 +1,11 @@
 """Files that hold documents between lines of three dashes."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 from megamix.plugins import register_reader
 
 
-def read_dashed(path: str) -> Iterator[str]:
+def read_dashed(path):
     yield from Path(path).read_text(encoding="utf-8").split("\n---\n")
 
 

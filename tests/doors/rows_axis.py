@@ -1,7 +1,5 @@
 """An axis of parts, by a user: its ranks read the same micro-batch, and each computes some of its sequences."""
 
-from typing import Any
-
 from pydantic import PositiveInt
 
 from megamix.axes import AxisKind
@@ -15,11 +13,11 @@ class RowsConfig(Section):
     """Ranks along the axis; must divide micro_batch_size."""
 
 
-def take_own_rows(model: Any, collectives: Any) -> None:
+def take_own_rows(model, collectives):
     """Let the model compute this rank's sequences alone where it is given targets."""
     size, rank = collectives.axis.size, collectives.axis.rank
 
-    def own(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def own(module, args, kwargs):
         if len(args) < 2:  # logits of a prompt, which every rank computes
             return None
         tokens, targets, *rest = args

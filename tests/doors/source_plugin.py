@@ -4,7 +4,7 @@ import numpy as np
 from pydantic import PositiveInt
 
 from megamix.data.sampler import mix64
-from megamix.data.source import Numbers, Rows
+from megamix.data.source import Rows
 from megamix.plugins import Section, register_source
 
 
@@ -18,13 +18,13 @@ class CountingConfig(Section):
 class Counting:
     """The same sample for a number at any time, on any rank: a pure function of it."""
 
-    def __init__(self, stride: int, seq_len: int, vocab_size: int, seed: int):
+    def __init__(self, stride, seq_len, vocab_size, seed):
         if stride >= vocab_size:
             raise ValueError(f"counting.stride must be below model.vocab_size = {vocab_size}, got {stride}")
         self.seq_len, self._stride, self._vocab_size, self._seed = seq_len, stride, vocab_size, np.uint64(seed)
         self.fingerprint = f"counting by up to {stride}"
 
-    def read(self, samples: Numbers) -> Rows:
+    def read(self, samples):
         draws = mix64(self._seed, np.asarray(samples, dtype=np.uint64))[:, None]
         steps = draws % np.uint64(self._stride) + np.uint64(1)
         tokens = draws % np.uint64(self._vocab_size) + steps * np.arange(self.seq_len + 1, dtype=np.uint64)

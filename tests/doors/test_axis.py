@@ -2,21 +2,16 @@
 as one process that adds in the same order, bit for bit, and resume.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from megamix import ShardedEngine, Sharding
+from megamix import Sharding
 from megamix.axes import AXES, AxisKind
 from megamix.checkpoint.load import load, newest_checkpoint
 from megamix.checkpoint.manifest import RunRecord, read_manifest
@@ -24,26 +19,25 @@ from megamix.checkpoint.save import save
 from megamix.checkpoint.snapshot import take_snapshot
 from megamix.comm.collectives import GlooCollectives, Pending, make_collectives
 from megamix.comm.topology import Topology
-from megamix.config import Config, ConfigError, check_world_size
+from megamix.config import ConfigError, check_world_size
 from megamix.plugins import MORE_AXES, Section, register_axis
 from megamix.run.run_folder import job_problems
 from megamix.tools.plan.memory_plan import plan_memory
 from megamix.tools.verify.core.layout import parse_layout
 from megamix.tools.verify.layouts.judge_steps import judge
 from megamix.tools.verify.layouts.observe import observe
+from tests.builders import loss_of, make_batch, make_engine, make_model, tiny_job, write_data
 from tests.checkpoint.state import all_or_none_of
-from tests.distributed.models import loss_of, make_batch, make_model
-from tests.engines import make_engine
 from tests.tools.verify.jobs import make_config
-from tests.train.jobs import run_recorded, tiny_job, write_data
 from tests.train.outcome import metrics_of
+from tests.train.recorded import run_recorded
 
 STEPS = 4
 ROWS = "tests.doors.rows_axis"
 
 
 @pytest.fixture
-def rows(doors: None, run_ranks) -> Iterator[None]:
+def rows(doors, run_ranks):
     """Register the plugin's axis anew, and forget it after the test, on the ranks, too."""
     sys.modules.pop(ROWS, None)
     importlib.import_module(ROWS)
@@ -52,7 +46,7 @@ def rows(doors: None, run_ranks) -> Iterator[None]:
     run_ranks.close()
 
 
-def _verified(layout: str, dtype: str, **more: Any) -> Config:
+def _verified(layout, dtype, **more):
     """Return a verified job with the plugin's axis; micro-batches have as many sequences as its ranks."""
     config = make_config(layout, dtype=dtype, **more)
     table = sys.modules[ROWS].RowsConfig()
@@ -60,12 +54,12 @@ def _verified(layout: str, dtype: str, **more: Any) -> Config:
     return parse_layout(layout).apply(config, 2)
 
 
-def _observe_all(configs: list[Config]) -> list[Any]:
+def _observe_all(configs):
     return [observe(config, 2, 1) for config in configs]
 
 
 @pytest.mark.uncounted
-def test_verify_passes_an_axis_of_parts(rows: None, run_ranks) -> None:
+def test_verify_passes_an_axis_of_parts(rows, run_ranks):
     configs = [
         _verified("rows2tp2", "fp16", packing="documents"),
         _verified("dp2rows2", "bf16", name="muon", shard="gradients"),
@@ -77,7 +71,7 @@ def test_verify_passes_an_axis_of_parts(rows: None, run_ranks) -> None:
         assert 0 < verdict.worst["gradient"] < 1
 
 
-def _losses_that_count_in_whole(config: Config) -> list[Any]:
+def _losses_that_count_in_whole(config):
     """As if the plugin had said that its ranks compute one loss together."""
     kind = AXES["rows"]
     AXES["rows"] = AxisKind("sharded")
@@ -87,20 +81,20 @@ def _losses_that_count_in_whole(config: Config) -> list[Any]:
         AXES["rows"] = kind
 
 
-def test_losses_of_parts_that_count_once_are_found(rows: None, run_ranks) -> None:
+def test_losses_of_parts_that_count_once_are_found(rows, run_ranks):
     config = _verified("rows2", "fp32")
     verdict = judge(config, run_ranks(_losses_that_count_in_whole, 2, config), torch.device("cpu"), 1, None)
     assert verdict.differences[0].attempt == 0
 
 
-def _job(folder: Path, sizes: dict[str, Any], steps: int) -> Config:
+def _job(folder, sizes, steps):
     return tiny_job(
-        folder, plugins=[ROWS], parallelism=sizes, training={"steps": steps}, checkpoint={"save_interval": 4},
-        metrics={"log_interval": 1, "tensorboard": False, "precision_interval": 0},
+        folder, plugins=[ROWS], parallelism=sizes, steps=steps, save_interval=4,
+        log_interval=1, precision_interval=0,
     )  # fmt: skip
 
 
-def test_a_job_with_the_axis_saves_resumes_elsewhere_and_is_planned(rows: None, run_ranks, tmp_path: Path) -> None:
+def test_a_job_with_the_axis_saves_resumes_elsewhere_and_is_planned(rows, run_ranks, tmp_path):
     write_data(tmp_path / "data")
     with_rows, on_dp = {"rows": {"size": 2}}, {"dp_size": 2}
     samples = []
@@ -122,7 +116,7 @@ def test_a_job_with_the_axis_saves_resumes_elsewhere_and_is_planned(rows: None, 
     assert plan.peak < plan_memory(_job(tmp_path, {}, 4), 1, "cpu").peak
 
 
-def test_mistakes_with_axes_are_named(rows: None, tmp_path: Path) -> None:
+def test_mistakes_with_axes_are_named(rows, tmp_path):
     with pytest.raises(ConfigError, match=r"parallelism\.rows\.size: got 0, must be greater than 0"):
         _job(tmp_path, {"rows": {"size": 0}}, 4)
     with pytest.raises(ConfigError, match=r"parallelism\.pp_size: got 2, .* a plugin.s axis leaves; write pp_size = 1"):
@@ -133,7 +127,7 @@ def test_mistakes_with_axes_are_named(rows: None, tmp_path: Path) -> None:
     rows = sys.modules[ROWS]
     rows_config = rows.RowsConfig
 
-    def refuse(model: Any, collectives: Any, **settings: Any) -> None:
+    def refuse(model, collectives, **settings):
         raise ValueError(f"parallelism.rows.size: got {collectives.axis.size}, and this model has no rows")
 
     with mock.patch.dict(MORE_AXES.registered, {"rows": refuse}):
@@ -160,18 +154,18 @@ def test_mistakes_with_axes_are_named(rows: None, tmp_path: Path) -> None:
         Topology({"span": 2})
 
 
-def _engine(topology: Topology | None = None, shard: str = "states", **more: Any) -> ShardedEngine:
+def _engine(topology=None, shard="states", **more):
     # Clipped, so that a share that is counted twice is seen.
     return make_engine(sharding=Sharding(topology=topology, bucket_size=1111, shard=shard), clip_grad=0.5, **more)
 
 
-def _reference() -> tuple[list[dict[str, Tensor]], list[float]]:
+def _reference():
     """One process: the gradients of four ranks, added within groups of two and then across them."""
     engine, seen, norms = _engine(), [], []
     params = dict(engine.module.named_parameters())
     for step in range(STEPS):
         weights = {name: param.detach().clone() for name, param in params.items()}
-        grads: list[dict[str, Tensor]] = []
+        grads = []
         for rank in range(4):
             plain = make_model()
             plain.load_state_dict(weights, strict=False)
@@ -185,7 +179,7 @@ def _reference() -> tuple[list[dict[str, Tensor]], list[float]]:
     return seen, norms
 
 
-def _train(engine: ShardedEngine, steps: range) -> list[tuple[dict[str, Tensor], float]]:
+def _train(engine, steps):
     seen = []
     for step in steps:
         engine.backward(loss_of(engine.module, make_batch(step, engine.topology.data.rank, 0)))
@@ -194,7 +188,7 @@ def _train(engine: ShardedEngine, steps: range) -> list[tuple[dict[str, Tensor],
     return seen
 
 
-def _replicas(folder: Path, shard: str) -> tuple[list[int], list[tuple[dict[str, Tensor], float]], bool, bool]:
+def _replicas(folder, shard):
     """(sizes and places, weights and norms of each step, a resumed run ends alike, the replicas are bitwise equal)."""
     topology = Topology.connect(replicas=2)
     engine = _engine(topology, shard)
@@ -217,7 +211,7 @@ def _replicas(folder: Path, shard: str) -> tuple[list[int], list[tuple[dict[str,
 
 
 @pytest.mark.parametrize("shard", ["states", "gradients"])
-def test_replicas_over_dp_train_as_one_process_and_resume(run_ranks, tmp_path: Path, shard: str) -> None:
+def test_replicas_over_dp_train_as_one_process_and_resume(run_ranks, tmp_path, shard):
     weights, norms = _reference()
     for rank, (places, seen, resumed_alike, copies_equal) in enumerate(run_ranks(_replicas, 4, tmp_path, shard)):
         assert places == [4, 4, 2, rank // 2, rank]
@@ -229,7 +223,7 @@ def test_replicas_over_dp_train_as_one_process_and_resume(run_ranks, tmp_path: P
 
 
 @pytest.mark.uncounted
-def test_verify_passes_replicas(run_ranks) -> None:
+def test_verify_passes_replicas(run_ranks):
     configs = [
         make_config("replicas2dp2", dtype="fp16", shard="gradients"),
         make_config("replicas2dp2", dtype="bf16", name="muon", shard="parameters"),
@@ -242,12 +236,12 @@ def test_verify_passes_replicas(run_ranks) -> None:
         assert 0 < verdict.worst["gradient"] < 1
 
 
-def _not_summed_across(config: Config) -> list[Any]:
+def _not_summed_across(config):
     with mock.patch.object(GlooCollectives, "all_reduce", lambda *_: Pending()):
         return observe(config, 1, None)
 
 
-def test_replicas_that_are_not_summed_are_found(run_ranks) -> None:
+def test_replicas_that_are_not_summed_are_found(run_ranks):
     config = make_config("replicas2dp2", loss_scale=4.0)
     first = judge(config, run_ranks(_not_summed_across, 4, config), torch.device("cpu"), 1, None).differences[0]
     assert first.attempt == 0
@@ -256,19 +250,19 @@ def test_replicas_that_are_not_summed_are_found(run_ranks) -> None:
 class _Own(nn.Linear):
     """On each rank other weights, frozen and not, and another buffer."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         torch.manual_seed(dist.get_rank())
         super().__init__(3, 2)
         self.bias.requires_grad_(False)
         self.register_buffer("tally", torch.rand(2))
 
 
-def _start_on_two_replicas() -> list[Tensor]:
+def _start_on_two_replicas():
     engine = make_engine(_Own(), sharding=Sharding(topology=Topology.connect(replicas=2)))
     return [tensor.clone() for tensor in engine.full_weights().values()]
 
 
-def test_replicas_that_were_built_from_other_seeds_start_as_the_first(run_ranks) -> None:
+def test_replicas_that_were_built_from_other_seeds_start_as_the_first(run_ranks):
     first, second = run_ranks(_start_on_two_replicas, 2)
     assert len(first) == 3
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))

@@ -1,14 +1,8 @@
 """A plugin's family with two kinds of blocks is trained on dp2, tp2 and pp2, resumed, exported, planned, verified."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import sys
-from collections.abc import Iterator
-from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
@@ -17,52 +11,52 @@ from torch import nn
 
 from megamix.cli import main
 from megamix.comm.topology import Topology
-from megamix.config import Config, ConfigError, ParallelismConfig, config_to_toml
+from megamix.config import ConfigError, ParallelismConfig, config_to_toml
 from megamix.model.family import family_of, parameter_count
 from megamix.model.layers import Linear, ParamRule
-from megamix.model.ops import Ops
 from megamix.parallel.build import build_model
 from megamix.parallel.stages import plan_stages
 from megamix.plugins import FAMILIES
 from megamix.run.run_folder import job_problems
 from megamix.tools.plan.activations import TracedWork, trace_stage
 from megamix.train.job import run_job
+from tests.builders import SEQ_LEN, run_on_ranks, tiny_job, write_data
 from tests.tools.plan.test_activations import BATCH, _counted
-from tests.train.jobs import SEQ_LEN, run_on_ranks, tiny_job, write_data
 
 PLUGIN = "tests.doors.family_plugin"
 MODEL = {"family": "toy", "vocab_size": 280, "seq_len": SEQ_LEN, "hidden_size": 16, "num_layers": 5, "init_std": 0.1}
 
 
-def _job(folder: Path, run: str, **parallelism: Any) -> Config:
+def _job(folder, run, **parallelism):
     steps = parallelism.pop("steps", 6)
     return tiny_job(
         folder,
         plugins=[PLUGIN],
         model=MODEL,
-        data={"tokenizer": str(folder / "data/tokenizer.json")},
-        precision={"dtype": "fp32"},
-        training={"steps": steps, "eval_interval": 3},
+        tokenizer=str(folder / "data/tokenizer.json"),
+        dtype="fp32",
+        steps=steps,
+        eval_interval=3,
         parallelism=parallelism,
-        lr_schedule={"decay_style": "constant"},  # of whatever number of steps
+        decay_style="constant",  # of whatever number of steps
         checkpoint={"folder": str(folder / run), "save_interval": 3},
-        metrics={"log_interval": 1, "tensorboard": False},
+        log_interval=1,
     )
 
 
-def _weights(folder: Path, run: str) -> dict[str, torch.Tensor]:
+def _weights(folder, run):
     return load_file(folder / run / "weights.safetensors")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def toy() -> Iterator[ModuleType]:
+def toy():
     """The plugin, imported for these tests alone."""
     yield importlib.import_module(PLUGIN)
     del FAMILIES.registered["toy"], FAMILIES.sections["toy"], sys.modules[PLUGIN]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, toy: ModuleType) -> Path:
+def folder(tmp_path_factory, toy):
     """With data, and the run of one process."""
     path = tmp_path_factory.mktemp("toy")
     write_data(path / "data", tokenizer=True)
@@ -71,7 +65,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, toy: ModuleType) -> Path:
 
 
 @pytest.mark.parametrize("layout", [{"dp_size": 2}, {"tp_size": 2}, {"pp_size": 2}])
-def test_ranks_end_where_one_process_does(run_ranks, folder: Path, layout: dict[str, int]) -> None:
+def test_ranks_end_where_one_process_does(run_ranks, folder, layout):
     name = next(iter(layout))
     losses = run_ranks(run_on_ranks, 2, _job(folder, name, **layout))
     assert losses[0] == losses[1]
@@ -80,14 +74,14 @@ def test_ranks_end_where_one_process_does(run_ranks, folder: Path, layout: dict[
     assert all(float((one[key] - other[key]).abs().mean()) < 1e-4 for key in one)
 
 
-def test_a_run_that_was_stopped_ends_bitwise_equal(folder: Path) -> None:
+def test_a_run_that_was_stopped_ends_bitwise_equal(folder):
     run_job(_job(folder, "stopped", steps=3))
     run_job(_job(folder, "stopped"))
     one, other = _weights(folder, "alone"), _weights(folder, "stopped")
     assert all(torch.equal(one[key], other[key]) for key in one)
 
 
-def test_it_goes_out_and_comes_back(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_goes_out_and_comes_back(folder, capsys):
     assert main(["export", str(folder / "alone"), "--to", "hf", str(folder / "hf"), "--plugins", PLUGIN]) == 0
     config, tensors = json.loads((folder / "hf/config.json").read_text()), load_file(folder / "hf/model.safetensors")
     assert (config["model_type"], config["intermediate_size"], config["mixing_heads"]) == ("toy", 24, 2)
@@ -104,26 +98,26 @@ def test_it_goes_out_and_comes_back(folder: Path, capsys: pytest.CaptureFixture[
 
 
 class _Counting(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.register_buffer("tally", torch.zeros(3))
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+    def _apply(self, fn, recurse=True):
         return super()._apply(fn, recurse)
 
 
-def test_a_size_that_ranks_cannot_divide_is_found_before_a_job(folder: Path) -> None:
+def test_a_size_that_ranks_cannot_divide_is_found_before_a_job(folder):
     problems = job_problems(_job(folder, "divided", tp_size=5), 5)
     assert any(line.startswith("parallelism.tp_size: got 5, must divide 24, of ") for line in problems), problems
     assert not any("tp_size" in line for line in job_problems(_job(folder, "divided", tp_size=2), 2))
 
 
-def test_its_sequences_divide_though_it_has_no_key_of_our_attention(folder: Path) -> None:
+def test_its_sequences_divide_though_it_has_no_key_of_our_attention(folder):
     with pytest.raises(ConfigError, match="cp_size: got 3, needs a model.seq_len that is a multiple of 6, not 32"):
         _job(folder, "uneven", cp_size=3)
 
 
-def test_a_family_without_attention_of_ours_refuses_context_parallelism_before_a_job(folder: Path) -> None:
+def test_a_family_without_attention_of_ours_refuses_context_parallelism_before_a_job(folder):
     (problem,) = job_problems(_job(folder, "divided", cp_size=2), 2)
     assert problem.startswith("parallelism.cp_size: got 2, but the family 'toy' does not attend by ops.attention alone")
 
@@ -135,12 +129,10 @@ def test_a_family_without_attention_of_ours_refuses_context_parallelism_before_a
         ({"down": None}, r"blocks.0.gated (Gated) is a Branch without a row-divided layer"),
     ],
 )
-def test_a_branch_that_ranks_would_compute_wrong_is_refused_by_name(
-    folder: Path, toy: ModuleType, monkeypatch: pytest.MonkeyPatch, divides: dict[str, None], told: str
-) -> None:
+def test_a_branch_that_ranks_would_compute_wrong_is_refused_by_name(folder, toy, monkeypatch, divides, told):
     right = toy.Gated.__init__
 
-    def wrong(self: Any, *given: Any) -> None:
+    def wrong(self, *given):
         right(self, *given)
         for name in divides:
             layer = getattr(self, name)
@@ -153,9 +145,7 @@ def test_a_branch_that_ranks_would_compute_wrong_is_refused_by_name(
     assert not any("Branch" in line for line in job_problems(_job(folder, "divided"), 2))
 
 
-def test_a_divided_layer_outside_of_a_branch_is_refused_by_name(
-    folder: Path, toy: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_divided_layer_outside_of_a_branch_is_refused_by_name(folder, toy, monkeypatch):
     plain = type("Gated", (nn.Module,), {key: toy.Gated.__dict__[key] for key in ("__init__", "forward")})
     monkeypatch.setattr(plain, "__init__", lambda self, *given: _as_no_branch(self, *given))
     monkeypatch.setattr(toy, "Gated", plain)
@@ -164,7 +154,7 @@ def test_a_divided_layer_outside_of_a_branch_is_refused_by_name(
     assert any(line.startswith(told) for line in problems), problems
 
 
-def _as_no_branch(module: nn.Module, config: Any, ops: Ops) -> None:
+def _as_no_branch(module, config, ops):
     nn.Module.__init__(module)
     module.ops, size, inner = ops, config.hidden_size, config.gate_size
     module.gate, module.up = (Linear(size, inner, True, ops, std=0.1, divides="columns") for _ in range(2))
@@ -172,13 +162,13 @@ def _as_no_branch(module: nn.Module, config: Any, ops: Ops) -> None:
     module.down = Linear(inner, size, True, ops, std=0.1, divides="rows")
 
 
-def test_a_buffer_that_would_be_saved_is_refused_by_name(toy: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_buffer_that_would_be_saved_is_refused_by_name(toy, monkeypatch):
     monkeypatch.setattr(toy.Toy, "last_norm", lambda self: _Counting())
     with pytest.raises(ValueError, match="has persistent buffers tally, .* with persistent=False"):
         build_model(toy.ToyConfig(**MODEL), ParallelismConfig(), Topology(), torch.device("cpu"))
 
 
-def test_its_blocks_cost_what_they_are_and_stages_are_cut_by_it(toy: ModuleType) -> None:
+def test_its_blocks_cost_what_they_are_and_stages_are_cut_by_it(toy):
     model = toy.ToyConfig(**MODEL)
     gated, mixing = 16 + 3 * 16 * 24 + 24 + 2 * 24 + 16, 16 + 4 * 16 * 16
     costs = toy.Toy.costs(model)
@@ -190,13 +180,13 @@ def test_its_blocks_cost_what_they_are_and_stages_are_cut_by_it(toy: ModuleType)
     assert [len(plan.layers) for plan in plans] == [3, 2]
 
 
-def test_its_activations_are_counted_to_the_byte(toy: ModuleType) -> None:
+def test_its_activations_are_counted_to_the_byte(toy):
     config = toy.ToyConfig(**{**MODEL, "seq_len": BATCH[1], "num_layers": 6, "gate_size": 80, "recompute": "full"})
     traced = trace_stage(TracedWork(model=config, batch=BATCH, dtype=torch.float16, machine="cpu"), range(6))
     assert (traced.kept, traced.forward, traced.backward) == _counted(toy.Toy(config).half())
 
 
-def test_plan_and_verify_know_it(folder: Path, capsys) -> None:
+def test_plan_and_verify_know_it(folder, capsys):
     path = folder / "toy.toml"
     path.write_text(config_to_toml(_job(folder, "none")))
     assert main(["plan", str(path), "--json"]) == 0

@@ -2,26 +2,20 @@
 ends bitwise as an uninterrupted one, logs included; a tracker that fails ends no run.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import logging
 import sys
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from megamix.builders.data import data_fingerprints, data_problems, training_source, validation_sources
-from megamix.config import Config
 from megamix.data.prepare.corpus import input_corpus
 from megamix.data.prepare.plan import make_plan, read_piece
 from megamix.data.token_file import TokenFile
 from megamix.tools.verify.layouts.observe import batches
+from tests.builders import run_on_ranks, tiny_job
 from tests.data.prepare_job import prepare
-from tests.train.jobs import run_on_ranks, tiny_job
 from tests.train.outcome import TIMELESS, end_of
 
 PLUGINS = [f"tests.doors.{kind}_plugin" for kind in ("loss_scale", "source", "reader", "metric", "tracker")]
@@ -30,38 +24,38 @@ DOCUMENTS = [f"text {number} of a corpus, and what it says: {number * 7919}\n" *
 
 
 @pytest.fixture(autouse=True)
-def imported(doors: None) -> Iterator[None]:
+def imported(doors):
     for name in PLUGINS:
         importlib.import_module(name)
     yield
     _forget()
 
 
-def _forget() -> None:
+def _forget():
     sys.modules["tests.doors.metric_plugin"].HOOK.remove()
     for name in PLUGINS:
         del sys.modules[name]
 
 
-def _job(folder: Path, data: Path, steps: int, **sections: Any) -> Config:
+def _job(folder, data, steps, **sections):
     counting = {"counting": {"stride": 2}}
     return tiny_job(
         folder,
         plugins=PLUGINS,
-        model={"vocab_size": VOCAB, "recompute": "selective"},
-        data={
-            "train": [counting | {"weight": 1.0}, {"path": str(data / "train"), "weight": 3.0}],
-            "valid": [counting],
-        },
-        precision={"loss_scale": {"rule": "stairs", "init_scale": 2.0**14, "patience": 1}},
-        training={"steps": steps, "eval_interval": 4},
-        lr_schedule={"decay_style": "constant"},
-        checkpoint={"save_interval": 4},
-        metrics={"log_interval": 1, "tensorboard": False, "precision_interval": 0} | sections.get("metrics", {}),
+        vocab_size=VOCAB,
+        recompute="selective",
+        train=[counting | {"weight": 1.0}, {"path": str(data / "train"), "weight": 3.0}],
+        valid=[counting],
+        loss_scale={"rule": "stairs", "init_scale": 2.0**14, "patience": 1},
+        steps=steps,
+        eval_interval=4,
+        decay_style="constant",
+        save_interval=4,
+        metrics={"log_interval": 1, "precision_interval": 0} | sections.get("metrics", {}),
     )
 
 
-def _run(config: Config) -> None:
+def _run(config):
     """On a rank whose next job is another one."""
     for name in PLUGINS:
         importlib.import_module(name)
@@ -72,7 +66,7 @@ def _run(config: Config) -> None:
         del sys.modules["tests.doors.metric_plugin"]
 
 
-def _rows(folder: Path) -> list[dict[str, Any]]:
+def _rows(folder):
     lines = (folder / "run/metrics.jsonl").read_text().splitlines()
     rows = [row for row in map(json.loads, lines) if "run/resumed" not in row]
     own = (*TIMELESS, "ffn/", "norm/", "overflowed/", "step")
@@ -80,7 +74,7 @@ def _rows(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.fixture
-def data(tmp_path: Path) -> Path:
+def data(tmp_path):
     """Token files, by two workers, of what the plugin reads."""
     source = tmp_path / "corpus"
     source.mkdir()
@@ -89,7 +83,7 @@ def data(tmp_path: Path) -> Path:
     return tmp_path / "data"
 
 
-def test_a_job_of_plugins_goes_on_bitwise(run_ranks, data: Path, tmp_path: Path) -> None:
+def test_a_job_of_plugins_goes_on_bitwise(run_ranks, data, tmp_path):
     assert sum(TokenFile(data / name).num_documents for name in ("train", "valid")) == len(DOCUMENTS)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     notebook = {"metrics": {"notebook": {}}}
@@ -122,7 +116,7 @@ def test_a_job_of_plugins_goes_on_bitwise(run_ranks, data: Path, tmp_path: Path)
     ]  # fmt: skip
 
 
-def test_a_tracker_that_fails_ends_no_run(data: Path, tmp_path: Path, caplog) -> None:
+def test_a_tracker_that_fails_ends_no_run(data, tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "megamix"):
         run_on_ranks(_job(tmp_path, data, 3, metrics={"notebook": {"fails_at": 2}}))
     told = [record.getMessage() for record in caplog.records if record.getMessage().startswith("tracker")]
@@ -130,45 +124,41 @@ def test_a_tracker_that_fails_ends_no_run(data: Path, tmp_path: Path, caplog) ->
     assert [row["step"] for row in _rows(tmp_path) if "train/loss" in row] == [1, 2, 3]
 
 
-def test_a_source_refuses_its_keys_before_a_job_starts(tmp_path: Path) -> None:
-    config = tiny_job(
-        tmp_path, plugins=PLUGINS, data={"train": [{"counting": {"stride": 64}}], "valid": [{"counting": {}}]}
-    )
+def test_a_source_refuses_its_keys_before_a_job_starts(tmp_path):
+    config = tiny_job(tmp_path, plugins=PLUGINS, train=[{"counting": {"stride": 64}}], valid=[{"counting": {}}])
     assert data_problems(config) == ["data.train: counting.stride must be below model.vocab_size = 64, got 64"]
 
 
-def test_a_source_validates_on_other_samples_than_it_trains_on_and_may_have_a_length(
-    tmp_path: Path, monkeypatch
-) -> None:
+def test_a_source_validates_on_other_samples_than_it_trains_on_and_may_have_a_length(tmp_path, monkeypatch):
     counting = sys.modules["tests.doors.source_plugin"].Counting
     monkeypatch.setattr(counting, "__len__", lambda self: 0, raising=False)
     data = {"train": [{"counting": {}}], "valid": [{"counting": {}}]}
-    config = tiny_job(tmp_path, plugins=PLUGINS, data=data, training={"seed": 0})
+    config = tiny_job(tmp_path, plugins=PLUGINS, data=data, seed=0)
     source, held_out = training_source(config), validation_sources(config)[""]
     assert isinstance(source, counting)
     assert (source.read(range(9)).tokens != held_out.read(range(9)).tokens).any()
     assert [*data_fingerprints(config)] == ["data.train", "data.valid"]
 
 
-def test_verify_and_audit_read_a_source_of_its_own_and_no_file(tmp_path: Path, monkeypatch) -> None:
+def test_verify_and_audit_read_a_source_of_its_own_and_no_file(tmp_path, monkeypatch):
     counting = sys.modules["tests.doors.source_plugin"].Counting
     monkeypatch.setattr(counting, "__len__", lambda self: 0, raising=False)
     data = {"train": [{"path": "nowhere", "weight": 1.0}, {"counting": {"stride": 2}, "weight": 1.0}]}
-    config = tiny_job(tmp_path, plugins=PLUGINS, data=data, training={"seed": 0})
+    config = tiny_job(tmp_path, plugins=PLUGINS, data=data, seed=0)
     for batch in batches(config, 0, 0):
         steps = (batch.targets - batch.tokens) % config.model.vocab_size
         assert {*steps.flatten().tolist()} <= {1, 2}
 
 
-def test_a_source_that_is_no_file_is_not_split(tmp_path: Path) -> None:
-    config = tiny_job(tmp_path, plugins=PLUGINS, data={"train": [{"counting": {}}], "valid": None, "split": [9, 1]})
+def test_a_source_that_is_no_file_is_not_split(tmp_path):
+    config = tiny_job(tmp_path, plugins=PLUGINS, train=[{"counting": {}}], valid=None, split=[9, 1])
     assert data_problems(config) == [
         "data.split: divides token files by their documents, and data.train is a source of its own; leave split out, "
         "and write what to validate on as data.valid"
     ]
 
 
-def test_a_reader_gives_its_documents_in_order(tmp_path: Path) -> None:
+def test_a_reader_gives_its_documents_in_order(tmp_path):
     (tmp_path / "a.dashed").write_text("\n---\n".join(["one", "two", "three"]))
     plan = make_plan(input_corpus([str(tmp_path)]))
     assert [record for piece in plan.pieces for _, record in read_piece(piece, "text")] == [

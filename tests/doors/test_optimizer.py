@@ -2,22 +2,15 @@
 compiled or not, hold exactly the bytes of their states, save, load in any layout, and continue bitwise.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import sys
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
-from types import ModuleType
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 from torch._dynamo.utils import counters
 
 from megamix import AdamW, Precision, ShardedEngine, Sharding, tuned
@@ -29,23 +22,21 @@ from megamix.checkpoint.save import save
 from megamix.checkpoint.snapshot import take_snapshot
 from megamix.cli import main
 from megamix.comm.topology import Topology
-from megamix.config import Config, ParallelismConfig, config_to_toml
+from megamix.config import ParallelismConfig, config_to_toml
 from megamix.mixed_precision import fused_update
-from megamix.mixed_precision.bucket import OwnedRange
 from megamix.mixed_precision.optimizers import Optimizer
-from megamix.mixed_precision.update_slice import GroupValues, States, UpdateScalars
+from megamix.mixed_precision.update_slice import UpdateScalars
 from megamix.parallel.build import build_model, drawn
 from megamix.plugins import OPTIMIZERS
 from megamix.tools.plan import memory_plan
-from megamix.tools.verify.core.observed_step import ObservedStep
 from megamix.tools.verify.layouts import judge_steps
 from megamix.tools.verify.layouts.judge_steps import judge
 from megamix.tools.verify.layouts.observe import observe
 from megamix.train.job import run_job
+from tests.builders import run_on_ranks, tiny_job, write_data
 from tests.checkpoint.state import all_or_none_of
 from tests.parallel.layouts import Case, Owned, assemble, states
 from tests.tools.verify.jobs import make_config
-from tests.train.jobs import run_on_ranks, tiny_job, write_data
 
 STEPS, LR, DECAY = 3, 2.0**-6, 0.125
 PLUGIN = "tests.doors.optimizer_plugin"
@@ -56,15 +47,15 @@ CASE = Case(model="llama", tied=False)
 class ByKind(Optimizer):
     """Matrices have one momentum in BF16, all else two states in FP32, one of which is FP32 for nobody else."""
 
-    def states(self, name: str, shape: tuple[int, ...]) -> Mapping[str, torch.dtype]:
+    def states(self, name, shape):
         if len(shape) == 2:
             return {"momentum": torch.bfloat16}
         return {"mean": torch.float32, "square": torch.float32}
 
-    def coefficients(self, update: Tensor, values: GroupValues) -> tuple[Tensor, ...]:
+    def coefficients(self, update, values):
         return ((1 - 0.5**update).rsqrt().float(),)
 
-    def equation(self, grad: Tensor, master: Tensor, states: States, at: UpdateScalars) -> tuple[Tensor, States]:
+    def equation(self, grad, master, states, at):
         master = master - at.lr * at.weight_decay * master
         if "momentum" in states:
             momentum = 0.75 * states["momentum"] + grad
@@ -74,20 +65,20 @@ class ByKind(Optimizer):
         return master - at.lr * step, {"mean": mean, "square": square}
 
 
-def _optimizer(name: str) -> Optimizer:
+def _optimizer(name):
     kind = importlib.import_module(PLUGIN).Lion if name == "lion" else ByKind
-    optimizer: Optimizer = kind(lr=LR, weight_decay=DECAY)
+    optimizer = kind(lr=LR, weight_decay=DECAY)
     return optimizer
 
 
 @pytest.fixture(scope="module", autouse=True)
-def plugin() -> Iterator[ModuleType]:
+def plugin():
     """Imported for these tests alone."""
     yield importlib.import_module(PLUGIN)
     del OPTIMIZERS.registered["lion"], OPTIMIZERS.sections["lion"], sys.modules[PLUGIN]
 
 
-def _lion(grad: Tensor, master: Tensor, held: States, update: int) -> None:
+def _lion(grad, master, held, update):
     """The paper's lines, one after the other."""
     decay = DECAY if master.dim() > 1 else 0.0
     momentum = held.setdefault("momentum", torch.zeros_like(master))
@@ -96,7 +87,7 @@ def _lion(grad: Tensor, master: Tensor, held: States, update: int) -> None:
     momentum.lerp_(grad, 1 - 0.99)
 
 
-def _by_kind(grad: Tensor, master: Tensor, held: States, update: int) -> None:
+def _by_kind(grad, master, held, update):
     """The same as ByKind, on whole parameters."""
     lr, is_matrix = torch.tensor(LR), master.dim() == 2
     decayed = master - lr * (DECAY if master.dim() > 1 else 0.0) * master
@@ -114,7 +105,7 @@ def _by_kind(grad: Tensor, master: Tensor, held: States, update: int) -> None:
 PLAIN = {"lion": _lion, "by kind": _by_kind}
 
 
-def _build(name: str, tp_size: int = 1, grad_accum_steps: int = 1, compiled: bool = False) -> ShardedEngine:
+def _build(name, tp_size=1, grad_accum_steps=1, compiled=False):
     topology = Topology.connect(tp=tp_size)
     model, placements = build_model(CASE.config(), ParallelismConfig(), topology, torch.device("cpu"))
     sharding = Sharding([*model.blocks], topology, 3000, placements=placements)
@@ -124,7 +115,7 @@ def _build(name: str, tp_size: int = 1, grad_accum_steps: int = 1, compiled: boo
     )  # fmt: skip
 
 
-def _step(engine: ShardedEngine, step: int) -> None:
+def _step(engine, step):
     for micro_batch in range(engine.grad_accum_steps):
         number = engine.topology.dp.rank * engine.grad_accum_steps + micro_batch
         tokens = torch.randint(64, (2, 17), generator=torch.Generator().manual_seed(100 * step + number))
@@ -132,7 +123,7 @@ def _step(engine: ShardedEngine, step: int) -> None:
     engine.step()
 
 
-def _train(name: str, tp_size: int = 1, grad_accum_steps: int = 1) -> tuple[list[Any], list[dict[str, list[Owned]]]]:
+def _train(name, tp_size=1, grad_accum_steps=1):
     """(What the rank owns: masters and states before the first step and after the last; the sums of gradients of each
     step.)
     """
@@ -147,14 +138,14 @@ def _train(name: str, tp_size: int = 1, grad_accum_steps: int = 1) -> tuple[list
     return [*ends, states(engine)], gradients
 
 
-def _whole(ranks: list[dict[str, list[Owned]]]) -> dict[str, dict[str, Tensor]]:
+def _whole(ranks):
     kinds = dict.fromkeys(kind for rank in ranks for kind in rank)
     found = {kind: assemble([rank.get(kind, []) for rank in ranks]) for kind in kinds}
     assert not any(shared for _, shared in found.values())
     return {kind: tensors for kind, (tensors, _) in found.items()}
 
 
-def _equal(some: dict[str, dict[str, Tensor]], others: dict[str, dict[str, Tensor]]) -> bool:
+def _equal(some, others):
     return some.keys() == others.keys() and all(
         some[kind].keys() == others[kind].keys()
         and all(torch.equal(tensor, others[kind][name]) for name, tensor in some[kind].items())
@@ -163,38 +154,38 @@ def _equal(some: dict[str, dict[str, Tensor]], others: dict[str, dict[str, Tenso
 
 
 @pytest.mark.parametrize("name", ["lion", "by kind"])
-def test_it_trains_on_two_ranks_and_on_tp2_bitwise_as_one_process_does(run_ranks, name: str) -> None:
+def test_it_trains_on_two_ranks_and_on_tp2_bitwise_as_one_process_does(run_ranks, name):
     (_, alone), _ = _train(name, grad_accum_steps=2)
     ranks = run_ranks(_train, 2, name)
     assert _equal(_whole([end for (_, end), _ in ranks]), _whole([alone]))
     # Divided products are added in another order: there, one process takes the gradients that the ranks had.
     ranks = run_ranks(_train, 2, name, 2)
     masters = _whole([start for (start, _), _ in ranks])["master"]
-    held: dict[str, States] = {parameter: {} for parameter in masters}
+    held = {parameter: {} for parameter in masters}
     for step in range(STEPS):
         gradients, _ = assemble([gradients[step] for _, gradients in ranks])
         for parameter, master in masters.items():
             PLAIN[name](gradients[parameter], master, held[parameter], step + 1)
-    want: dict[str, dict[str, Tensor]] = {"master": masters}
+    want = {"master": masters}
     for parameter, states_held in held.items():
         for state, tensor in states_held.items():
             want.setdefault(state, {})[parameter] = tensor
     assert _equal(_whole([end for (_, end), _ in ranks]), want)
 
 
-def _bytes_of_states(engine: ShardedEngine) -> int:
+def _bytes_of_states(engine):
     return sum(
         tensor.nbytes for owned in engine.owned_ranges() for kind, tensor in owned.tensors.items() if kind != "master"
     )
 
 
-def _held_bytes(engine: ShardedEngine) -> int:
+def _held_bytes(engine):
     """With the padding."""
     spans = (states for bucket in engine.buckets for states in bucket.states)
     return sum(state.nbytes for states in spans for state in states.values())
 
 
-def _saved_and_went_on(folder: Path, name: str, tp_size: int) -> tuple[int, int, dict[str, list[Owned]]]:
+def _saved_and_went_on(folder, name, tp_size):
     """(bytes of states without padding, with it; what the rank owns one step after the save)."""
     engine = _build(name, tp_size)
     for step in range(STEPS):
@@ -205,7 +196,7 @@ def _saved_and_went_on(folder: Path, name: str, tp_size: int) -> tuple[int, int,
     return *sizes, states(engine)
 
 
-def _loaded_and_went_on(folder: Path, name: str, tp_size: int) -> tuple[dict[str, list[Owned]], ...]:
+def _loaded_and_went_on(folder, name, tp_size):
     engine = _build(name, tp_size)
     _step(engine, 7)  # something else, to be overwritten
     checkpoint = newest_checkpoint(folder, all_or_none_of(engine))
@@ -217,9 +208,7 @@ def _loaded_and_went_on(folder: Path, name: str, tp_size: int) -> tuple[dict[str
 
 
 @pytest.mark.parametrize("name", ["lion", "by kind"])
-def test_it_holds_its_own_bytes_saves_them_loads_in_any_layout_and_goes_on_bitwise(
-    run_ranks, tmp_path: Path, name: str
-) -> None:
+def test_it_holds_its_own_bytes_saves_them_loads_in_any_layout_and_goes_on_bitwise(run_ranks, tmp_path, name):
     ranks = run_ranks(_saved_and_went_on, 2, tmp_path, name, 1)
     (path,) = tmp_path.iterdir()
     manifest = read_manifest(path / "manifest.json")
@@ -245,14 +234,14 @@ def test_it_holds_its_own_bytes_saves_them_loads_in_any_layout_and_goes_on_bitwi
     assert _equal(_whole([loaded for loaded, _ in again]), _whole([alone]))
 
 
-def _observed(config: Config, name: str) -> tuple[list[ObservedStep], int, int]:
+def _observed(config, name):
     """What `verify` sees of a rank; bytes of states that the rank holds, and those that are planned for it."""
-    held: list[int] = []
+    held = []
 
-    def built(config: Config) -> Optimizer:
+    def built(config):
         return replace(_optimizer(name), lr=objects.lr_table(config))
 
-    def note(engine: ShardedEngine) -> list[OwnedRange]:
+    def note(engine):
         held.append(_held_bytes(engine))
         return owned_ranges(engine)
 
@@ -272,7 +261,7 @@ def _observed(config: Config, name: str) -> tuple[list[ObservedStep], int, int]:
 
 @pytest.mark.parametrize("name", ["lion", "by kind"])
 @pytest.mark.parametrize("layout", ["dp2", "tp2"])
-def test_verify_passes_and_plan_counts_its_bytes(run_ranks, monkeypatch, name: str, layout: str) -> None:
+def test_verify_passes_and_plan_counts_its_bytes(run_ranks, monkeypatch, name, layout):
     config = make_config(layout, dtype="bf16")
     ranks = run_ranks(_observed, 2, config, name)
     monkeypatch.setattr(judge_steps, "build_optimizer", lambda config: _optimizer(name))
@@ -282,7 +271,7 @@ def test_verify_passes_and_plan_counts_its_bytes(run_ranks, monkeypatch, name: s
     assert all(held <= most < 1.3 * max(held for _, held, _ in ranks) for _, held, most in ranks)
 
 
-def test_other_states_are_refused_by_name(tmp_path: Path) -> None:
+def test_other_states_are_refused_by_name(tmp_path):
     engine = _build("by kind")
     save(tmp_path, take_snapshot(engine, RunRecord()), all_or_none_of(engine))
     own = engine.state_dict()
@@ -302,7 +291,7 @@ class _Wrong(Optimizer):
     state: str
     dtype: torch.dtype
 
-    def states(self, name: str, shape: tuple[int, ...]) -> Mapping[str, torch.dtype]:
+    def states(self, name, shape):
         return {self.state: self.dtype}
 
 
@@ -310,12 +299,12 @@ class _Wrong(Optimizer):
     ("state", "dtype"),
     [(name, torch.float32) for name in ("master", "buffer", "gradient", "step", "a b")] + [("sum", torch.float64)],
 )
-def test_a_state_that_cannot_be_is_refused_with_the_parameter(state: str, dtype: torch.dtype) -> None:
+def test_a_state_that_cannot_be_is_refused_with_the_parameter(state, dtype):
     with pytest.raises(ValueError, match=rf"_Wrong.states of weight has '{state}': {dtype}; a state has a Python name"):
         ShardedEngine(torch.nn.Linear(2, 2), _Wrong(lr=0.1, state=state, dtype=dtype))
 
 
-def test_the_compiled_path_has_one_graph_for_each_set_of_states_and_the_same_result(monkeypatch) -> None:
+def test_the_compiled_path_has_one_graph_for_each_set_of_states_and_the_same_result(monkeypatch):
     # Traced as for a compiler, whose own work would cost seconds and prove no more.
     traced = {"dynamic": True, "fullgraph": True, "backend": "eager"}
     monkeypatch.setattr(fused_update, "_compile", lambda function: torch.compile(function, **traced))
@@ -332,23 +321,21 @@ def test_the_compiled_path_has_one_graph_for_each_set_of_states_and_the_same_res
     assert _equal(_whole([states(library)]), _whole([states(engine)]))
 
 
-def _job(folder: Path, run: str, steps: int = 4, beta: float = 0.95) -> Config:
+def _job(folder, run, steps=4, beta=0.95):
     return tiny_job(
         folder,
         plugins=[PLUGIN],
-        model={"num_layers": 1},
+        num_layers=1,
         optimizer={"name": "lion", "lr": 1e-3, "lion": {"betas": [0.9, beta]}},
-        precision={"dtype": "fp32"},
-        training={"steps": steps, "eval_interval": 0},
-        lr_schedule={"decay_style": "constant"},
+        dtype="fp32",
+        steps=steps,
+        eval_interval=0,
+        decay_style="constant",
         checkpoint={"folder": str(folder / run), "save_interval": 2},
-        metrics={"tensorboard": False},
     )
 
 
-def test_a_job_by_its_name_has_its_keys_is_planned_goes_on_bitwise_and_is_exported(
-    run_ranks, tmp_path: Path, capsys
-) -> None:
+def test_a_job_by_its_name_has_its_keys_is_planned_goes_on_bitwise_and_is_exported(run_ranks, tmp_path, capsys):
     write_data(tmp_path / "data")
     path = tmp_path / "job.toml"
     path.write_text(config_to_toml(_job(tmp_path, "whole")))
@@ -372,7 +359,7 @@ def test_a_job_by_its_name_has_its_keys_is_planned_goes_on_bitwise_and_is_export
     assert torch.equal(exported, one["embedding.weight"])
 
 
-def test_a_function_that_is_lacking_is_named() -> None:
+def test_a_function_that_is_lacking_is_named():
     lacking = Optimizer(lr=LR)
     with pytest.raises(NotImplementedError, match=r"Optimizer lacks states\(name, shape\); return \{\} where"):
         lacking.group_of("a", (2,))

@@ -1,9 +1,6 @@
 """A tracker that appends to a file in the run's folder."""
 
 import json
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
 
 from megamix.plugins import Section, register_tracker
 
@@ -18,23 +15,23 @@ class NotebookConfig(Section):
 
 
 class Notebook:
-    def __init__(self, file: str, fails_at: int, folder: Path, config: Mapping[str, Any]):
+    def __init__(self, file, fails_at, folder, config):
         self._file, self._fails_at = (folder / file).open("a"), fails_at
         self._write(["config", config["training"]["steps"]])
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
+    def log(self, step, values):
         if step == self._fails_at:
             raise ConnectionError("no network")
         self._write([step, dict(values)])
 
-    def text(self, name: str, text: str) -> None:
+    def text(self, name, text):
         self._write([name, text])
 
-    def close(self) -> None:
+    def close(self):
         self._write(["closed"])
         self._file.close()
 
-    def _write(self, row: list[Any]) -> None:
+    def _write(self, row):
         self._file.write(json.dumps(row) + "\n")
 
 

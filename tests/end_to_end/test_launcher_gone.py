@@ -2,29 +2,26 @@
 launcher is stopped.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 
-from megamix.config import Config, config_to_toml
+from megamix.config import config_to_toml
+from tests.builders import tiny_job
 from tests.conftest import FULL
 from tests.end_to_end import test_leaving as leaving
-from tests.train.jobs import tiny_job
 
 ALONE = [sys.executable, "-m", "megamix", "train"]
 TERMINALS = [ALONE, leaving.LAUNCH]
 full_only = pytest.mark.skipif(not FULL, reason="--full: seconds of a real launcher; tests/train has its parts")
 
 
-def _training(config: Config, **how: Any) -> tuple[leaving.Job, subprocess.Popen[str], dict[int, int]]:
+def _training(config, **how):
     """A job that trains, its launcher, and its ranks' pids."""
     job = leaving._start(config, **how)
     leaving._until(lambda: leaving._trains(job), "training")
@@ -33,7 +30,7 @@ def _training(config: Config, **how: Any) -> tuple[leaving.Job, subprocess.Popen
 
 @full_only
 @pytest.mark.parametrize("by_script", [False, True])
-def test_under_nohup_a_run_outlives_its_terminal(tmp_path, data, by_script: bool) -> None:
+def test_under_nohup_a_run_outlives_its_terminal(tmp_path, data, by_script):
     config = leaving._config(tmp_path / "job", data, 60)
     job, launcher, ranks = _training(config, by_script=by_script, before=["nohup"])
     for pid in (launcher.pid, *ranks.values()):
@@ -44,7 +41,7 @@ def test_under_nohup_a_run_outlives_its_terminal(tmp_path, data, by_script: bool
 
 @full_only
 @pytest.mark.parametrize("command", TERMINALS, ids=lambda command: command[2])
-def test_a_run_whose_terminal_is_closed_saves(tmp_path, data, command: list[str]) -> None:
+def test_a_run_whose_terminal_is_closed_saves(tmp_path, data, command):
     config = leaving._config(tmp_path / "job", data, 10**6)
     (tmp_path / "job").mkdir()
     (tmp_path / "job/job.toml").write_text(config_to_toml(config))
@@ -56,7 +53,7 @@ def test_a_run_whose_terminal_is_closed_saves(tmp_path, data, command: list[str]
     os.close(end)
     job, said = leaving.Job(tmp_path / "job", [launcher]), b""
 
-    def trains() -> bool:
+    def trains():
         nonlocal said
         with contextlib.suppress(BlockingIOError):
             said += os.read(terminal, 2**16)
@@ -71,15 +68,16 @@ def test_a_run_whose_terminal_is_closed_saves(tmp_path, data, command: list[str]
 
 
 @full_only
-def test_a_launcher_that_was_stopped_for_long_ends_as_its_run_did(tmp_path, data) -> None:
+def test_a_launcher_that_was_stopped_for_long_ends_as_its_run_did(tmp_path, data):
     config = tiny_job(
         tmp_path / "job",
         tokens=data,
-        data={"valid": None},
-        training={"steps": 2000, "eval_interval": 0},
-        parallelism={"timeout_s": 10.0},
-        precision={"dtype": "bf16"},  # nobody reads its log: lines on overflows would fill the pipe, and stop the run
-        metrics={"tensorboard": False, "log_interval": 20},
+        valid=None,
+        steps=2000,
+        eval_interval=0,
+        timeout_s=10.0,
+        dtype="bf16",  # nobody reads its log: lines on overflows would fill the pipe, and stop the run
+        log_interval=20,
     )
     job, launcher, ranks = _training(config)
     os.kill(launcher.pid, signal.SIGSTOP)
@@ -89,7 +87,7 @@ def test_a_launcher_that_was_stopped_for_long_ends_as_its_run_did(tmp_path, data
     assert (end.exit_statuses, end.status["state"]) == ([0], "finished")
 
 
-def test_a_killed_launcher_leaves_no_ranks_and_the_same_command_goes_on(tmp_path, data) -> None:
+def test_a_killed_launcher_leaves_no_ranks_and_the_same_command_goes_on(tmp_path, data):
     """A user whose launcher the kernel has killed for want of memory needs the GPUs for the next start."""
     config = leaving._config(tmp_path / "job", data)
     job, launcher, ranks = _training(config)

@@ -2,8 +2,6 @@
 and the same command again continues it to a bitwise equal end; no rank outlives a killed launcher or rank.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -11,7 +9,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,13 +16,13 @@ import pytest
 
 from megamix.checkpoint.folder import checkpoints
 from megamix.checkpoint.manifest import read_manifest
-from megamix.config import Config, config_to_toml
+from megamix.config import config_to_toml
 from megamix.supervise.processes import children_of, process_start
 from megamix.tools.ranks import DEADLINE_S
+from tests.builders import run_on_ranks, tiny_job
 from tests.conftest import FULL
 from tests.programs import with_settings
 from tests.train.fresh_ranks import FreshRanks
-from tests.train.jobs import run_on_ranks, tiny_job
 from tests.train.outcome import differences, end_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,7 +49,7 @@ class Case(NamedTuple):
     number: signal.Signals
     nodes: int  # two launchers with a rank each, or one with two
 
-    def __str__(self) -> str:
+    def __str__(self):
         names = {LAUNCHER: "launcher", OTHER_LAUNCHER: "other launcher", TWICE: "launcher twice", ALL: "all"}
         return f"{self.number.name} to {names.get(self.who, f'rank {self.who}')} of {self.nodes} node(s)"
 
@@ -80,24 +77,18 @@ class Ended(NamedTuple):
     folder: Path
 
 
-def _until(true: Callable[[], bool], what: str) -> None:
+def _until(true, what):
     end_s = time.monotonic() + DEADLINE_S
     while not true():
         assert time.monotonic() < end_s, f"not in time: {what}"
         time.sleep(0.05)
 
 
-def _config(folder: Path, data: Path, steps: int = STEPS) -> Config:
-    return tiny_job(
-        folder,
-        tokens=data,
-        data={"valid": None},
-        training={"steps": steps, "eval_interval": 0},
-        metrics={"tensorboard": False, "log_interval": 20},
-    )
+def _config(folder, data, steps=STEPS):
+    return tiny_job(folder, tokens=data, valid=None, steps=steps, eval_interval=0, log_interval=20)
 
 
-def _start(config: Config, nodes: int = 1, *, by_script: bool = False, before: Sequence[str] = ()) -> Job:
+def _start(config, nodes=1, *, by_script=False, before=()):
     """For the first time, or again. `before`: in front of the command, such as nohup."""
     folder = Path(config.checkpoint.folder).parent
     folder.mkdir(exist_ok=True)
@@ -122,23 +113,23 @@ def _start(config: Config, nodes: int = 1, *, by_script: bool = False, before: S
     return Job(folder, launchers)
 
 
-def _ranks(job: Job) -> dict[int, int]:
+def _ranks(job):
     """Pid by rank."""
     pids = [pid for launcher in job.launchers for pid in children_of(launcher.pid)]
     return {int((_environment(pid)).get("RANK", LAUNCHER)): pid for pid in pids}
 
 
-def _environment(pid: int) -> dict[str, str]:
+def _environment(pid):
     entries = Path(f"/proc/{pid}/environ").read_text().split("\0")
     return dict(entry.split("=", 1) for entry in entries if "=" in entry)
 
 
-def _trains(job: Job) -> bool:
+def _trains(job):
     metrics = job.folder / "run/metrics.jsonl"
     return metrics.exists() and "train/loss" in metrics.read_text()
 
 
-def _signal(job: Job, who: int, number: int) -> dict[int, int]:
+def _signal(job, who, number):
     """Signal processes of a job that trains. Returns its ranks' pids."""
     ranks = _ranks(job)
     pids = [launcher.pid for launcher in job.launchers]
@@ -152,17 +143,17 @@ def _signal(job: Job, who: int, number: int) -> dict[int, int]:
     return ranks
 
 
-def _kill(pids: list[int]) -> None:
+def _kill(pids):
     for pid in pids:
         if process_start(pid):
             os.kill(pid, signal.SIGKILL)
 
 
-def _signal_each(jobs: dict[Case, Job]) -> dict[Case, dict[int, int]]:
+def _signal_each(jobs):
     """Signal each job as soon as it trains, since another may take long to start. Returns their ranks' pids."""
-    ranks: dict[Case, dict[int, int]] = {}
+    ranks = {}
 
-    def all_signalled() -> bool:
+    def all_signalled():
         trains = {case: job for case, job in jobs.items() if case not in ranks and _trains(job)}
         ranks.update({case: _signal(job, case.who, case.number) for case, job in trains.items()})
         return len(ranks) == len(jobs)
@@ -176,7 +167,7 @@ def _signal_each(jobs: dict[Case, Job]) -> dict[Case, dict[int, int]]:
     return ranks
 
 
-def _end(job: Job, ranks: dict[int, int]) -> Ended:
+def _end(job, ranks):
     try:
         _until(lambda: all(launcher.poll() is not None for launcher in job.launchers), "end of the launchers")
         _until(lambda: not any(process_start(pid) for pid in ranks.values()), "end of the ranks")
@@ -189,7 +180,7 @@ def _end(job: Job, ranks: dict[int, int]) -> Ended:
     return Ended(exit_statuses, json.loads((job.folder / "run/status.json").read_text()), job.folder)
 
 
-def _started_again(config: Config, nodes: int) -> str:
+def _started_again(config, nodes):
     again = _start(config, nodes, by_script=True)
     said = "".join(launcher.communicate(timeout=DEADLINE_S)[0] for launcher in again.launchers)
     statuses = [launcher.returncode for launcher in again.launchers]
@@ -197,20 +188,20 @@ def _started_again(config: Config, nodes: int) -> str:
     return said
 
 
-def _forked_again(config: Config, nodes: int) -> str:
+def _forked_again(config, nodes):
     """Without the launcher and the import of torch; those end well in test_pretrain.py."""
     again = FreshRanks(config, 2)
     assert again.join(DEADLINE_S) == [0, 0], again.said(0)
     return again.said(0)
 
 
-def _saved(folder: Path) -> int:
+def _saved(folder):
     """The update of the newest checkpoint."""
     return read_manifest(checkpoints(folder / "run/checkpoints")[0] / "manifest.json").applied_updates
 
 
 @pytest.fixture(scope="module")
-def ended(tmp_path_factory, data) -> dict[Case, Ended]:
+def ended(tmp_path_factory, data):
     base = tmp_path_factory.mktemp("jobs")
     cases, results = [*ASKED, *KILLED], {}
     for first in range(0, len(cases), 2):  # two at a time
@@ -226,7 +217,7 @@ def ended(tmp_path_factory, data) -> dict[Case, Ended]:
 
 
 @pytest.mark.parametrize("case", ASKED, ids=str)
-def test_a_signal_to_a_launcher_or_to_a_rank_ends_the_run_in_good_order(ended, case: Case) -> None:
+def test_a_signal_to_a_launcher_or_to_a_rank_ends_the_run_in_good_order(ended, case):
     end = ended[case]
     errors = (end.folder / "stderr.txt").read_text()
     assert end.exit_statuses == [75] * case.nodes, errors
@@ -241,7 +232,7 @@ def test_a_signal_to_a_launcher_or_to_a_rank_ends_the_run_in_good_order(ended, c
 
 @pytest.mark.uncounted
 @pytest.mark.parametrize("case", ASKED, ids=str)
-def test_the_same_command_goes_on_as_if_nobody_had_asked(ended, tmp_path, data, run_ranks, case: Case) -> None:
+def test_the_same_command_goes_on_as_if_nobody_had_asked(ended, tmp_path, data, run_ranks, case):
     folder = ended[case].folder
     said = (_started_again if FULL else _forked_again)(_config(folder, data), case.nodes)
     assert f"after update {ended[case].status['update']}\n" in said
@@ -252,7 +243,7 @@ def test_the_same_command_goes_on_as_if_nobody_had_asked(ended, tmp_path, data, 
 
 
 @pytest.mark.parametrize("case", KILLED, ids=str)
-def test_a_killed_launcher_lets_its_ranks_save_and_a_killed_rank_is_named(ended, case: Case) -> None:
+def test_a_killed_launcher_lets_its_ranks_save_and_a_killed_rank_is_named(ended, case):
     end = ended[case]
     if case.who < 0:
         assert end.status["state"] == "preempted"

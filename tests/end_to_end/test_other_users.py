@@ -3,8 +3,6 @@ has another address; a pickle that another user writes into its store is not exe
 it.
 """
 
-from __future__ import annotations
-
 import base64
 import ctypes
 import os
@@ -12,7 +10,6 @@ import pickle
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,10 +19,10 @@ import torch.distributed as dist
 from megamix.config import config_to_toml
 from megamix.supervise.processes import children_of
 from megamix.tools.ranks import DEADLINE_S, forkserver
+from tests.builders import write_data
 from tests.end_to_end.test_leaving import LAUNCH, ROOT, _config, _environment, _until
 from tests.network import ADDRESS, elsewhere, listening
 from tests.programs import with_settings
-from tests.train.jobs import write_data
 
 NOBODY = 65534
 # What is attacked: torchrun as it is, to see that the attack is one, and a job of ours that trains.
@@ -36,14 +33,14 @@ class Started(NamedTuple):
     launcher: subprocess.Popen[str]
     folder: Path
 
-    def end(self) -> None:
+    def end(self):
         if self.launcher.poll() is None:
             for pid in (self.launcher.pid, *children_of(self.launcher.pid)):
                 os.kill(pid, signal.SIGKILL)
         self.launcher.wait()
 
 
-def _start(command: list[str], folder: Path, not_elsewhere: str) -> Started:
+def _start(command, folder, not_elsewhere):
     environment = with_settings(OMP_NUM_THREADS=1)
     whole = command if not_elsewhere else elsewhere(command)
     with (folder / "said.txt").open("w") as said:
@@ -52,7 +49,7 @@ def _start(command: list[str], folder: Path, not_elsewhere: str) -> Started:
 
 
 @pytest.fixture(scope="module")
-def not_elsewhere() -> str:
+def not_elsewhere():
     """Why the machine's name cannot be made to resolve elsewhere than to loopback; "" where it can."""
     look = [sys.executable, "-c", "import socket; print(socket.gethostbyname(socket.gethostname()))"]
     try:
@@ -63,7 +60,7 @@ def not_elsewhere() -> str:
 
 
 @pytest.fixture(scope="module")
-def torchrun(tmp_path_factory, not_elsewhere) -> Iterator[Started]:
+def torchrun(tmp_path_factory, not_elsewhere):
     started = _start(TORCHRUN, tmp_path_factory.mktemp("torchrun"), not_elsewhere)
     try:
         _until(lambda: children_of(started.launcher.pid) != [], "a rank of torchrun")
@@ -73,7 +70,7 @@ def torchrun(tmp_path_factory, not_elsewhere) -> Iterator[Started]:
 
 
 @pytest.fixture(scope="module")
-def job(tmp_path_factory, not_elsewhere, torchrun) -> Iterator[Started]:
+def job(tmp_path_factory, not_elsewhere, torchrun):
     """Two ranks that train until they are asked to leave."""
     folder = tmp_path_factory.mktemp("job")
     write_data(folder)
@@ -89,7 +86,7 @@ def job(tmp_path_factory, not_elsewhere, torchrun) -> Iterator[Started]:
         job.end()
 
 
-def test_a_one_node_job_listens_on_loopback_alone(job, not_elsewhere) -> None:
+def test_a_one_node_job_listens_on_loopback_alone(job, not_elsewhere):
     store, *gloo = (listening(pid) for pid in (job.launcher.pid, *children_of(job.launcher.pid)))
     assert len(store) == 1, (job.folder / "said.txt").read_text()
     assert len(gloo) == 2
@@ -100,14 +97,14 @@ def test_a_one_node_job_listens_on_loopback_alone(job, not_elsewhere) -> None:
 
 
 class _Bomb:
-    def __init__(self, path: Path):
+    def __init__(self, path):
         self.path = path
 
-    def __reduce__(self) -> tuple[object, ...]:
+    def __reduce__(self):
         return Path.touch, (self.path,)
 
 
-def _attack(pid: int, ports: list[int], run_id: str, bomb: Path) -> None:
+def _attack(pid, ports, run_id, bomb):
     """Write a pickle over all that lies in a launcher's store, as another user where this one may change."""
     for name in ("user", "net"):
         namespace = Path(f"/proc/{pid}/ns/{name}")
@@ -127,7 +124,7 @@ def _attack(pid: int, ports: list[int], run_id: str, bomb: Path) -> None:
     os.seteuid(os.getuid())  # coverage writes into the tests' folder when the process ends
 
 
-def _attacked(started: Started, bomb: Path) -> None:
+def _attacked(started, bomb):
     ports = [port for _, port in listening(started.launcher.pid)]
     (rank, *_) = children_of(started.launcher.pid)
     arguments = (started.launcher.pid, ports, _environment(rank)["TORCHELASTIC_RUN_ID"], bomb)
@@ -137,7 +134,7 @@ def _attacked(started: Started, bomb: Path) -> None:
     assert attacker.exitcode == 0
 
 
-def test_what_another_user_writes_into_the_store_is_not_run(job, torchrun, tmp_path) -> None:
+def test_what_another_user_writes_into_the_store_is_not_run(job, torchrun, tmp_path):
     for started, name in ((job, "ours"), (torchrun, "torchrun")):
         _attacked(started, tmp_path / name)
     _until((tmp_path / "torchrun").exists, "the attack on torchrun")

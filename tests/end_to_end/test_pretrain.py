@@ -1,7 +1,5 @@
 """The quickstart and a two-rank job run as a user starts them, with real torchrun ranks."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -14,9 +12,9 @@ from safetensors.torch import load_file
 
 from megamix.cli import main
 from megamix.config import config_to_toml
+from tests.builders import tiny_job, write_data
 from tests.conftest import FULL
 from tests.programs import with_settings
-from tests.train.jobs import tiny_job, write_data
 
 ROOT = Path(__file__).resolve().parents[2]
 # In the launcher and in ranks: a thread that is in torch when Python ends. That would abort the process.
@@ -40,13 +38,13 @@ atexit.register(end)
 """
 
 
-def _call(*command: str, **env: str) -> subprocess.CompletedProcess[str]:
+def _call(*command, **env):
     environment = with_settings(MEGAMIX_PYTHON=sys.executable, **env)
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.skipif(not FULL, reason="--full: two starts; the quickstart is one, test_leaving.py another")
-def test_two_torchrun_ranks_train_and_leave_one_run(tmp_path) -> None:
+def test_two_torchrun_ranks_train_and_leave_one_run(tmp_path):
     write_data(tmp_path / "data")
     config = tmp_path / "job.toml"
     config.write_text(config_to_toml(tiny_job(tmp_path)))
@@ -63,7 +61,7 @@ def test_two_torchrun_ranks_train_and_leave_one_run(tmp_path) -> None:
     assert "step_00000006 after update 6\nchanged since: training.steps: 6 -> 8\n" in again.stdout
 
 
-def test_the_quickstart_trains_in_fp16_on_real_text(tmp_path) -> None:
+def test_the_quickstart_trains_in_fp16_on_real_text(tmp_path):
     # A shorter run in a folder of its own; data is prepared once per clone, beside the user's.
     overrides = [
         "training.steps=30",
@@ -99,12 +97,12 @@ def test_the_quickstart_trains_in_fp16_on_real_text(tmp_path) -> None:
     assert names >= {"metrics.jsonl", "config.toml", "weights.safetensors", "sample.txt", "tensorboard"}
 
 
-def test_a_run_that_gives_up_ends_with_a_status_of_its_own(tmp_path, capsys) -> None:
+def test_a_run_that_gives_up_ends_with_a_status_of_its_own(tmp_path, capsys):
     write_data(tmp_path / "data")
     config = tmp_path / "job.toml"
     # A step so long that the second forward is not finite, in every batch.
     precision = {"dtype": "bf16", "max_overflows_at_floor": 3}
-    config.write_text(config_to_toml(tiny_job(tmp_path, optimizer={"lr": 1e30, "min_lr": 1e30}, precision=precision)))
+    config.write_text(config_to_toml(tiny_job(tmp_path, lr=1e30, min_lr=1e30, precision=precision)))
     arguments = [str(config), "lr_schedule.warmup_steps=0"]
     if FULL:
         result = _call("launch/pretrain.sh", *arguments, NPROC_PER_NODE="2")

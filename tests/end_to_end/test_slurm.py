@@ -2,23 +2,19 @@
 queued again and ends as one that never stopped; a dead node is replaced by a spare one; scancel saves.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from megamix.config import config_to_toml
+from tests.builders import tiny_job
 from tests.conftest import FULL
 from tests.slurm_cluster import Cluster, until
-from tests.train.jobs import tiny_job
 
 pytestmark = [
     pytest.mark.skipif(not FULL, reason="--full: it installs Slurm, and takes a quarter of an hour"),
@@ -31,7 +27,7 @@ STEPS = 150
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory) -> Iterator[Cluster]:
+def cluster(tmp_path_factory):
     with Cluster(tmp_path_factory.mktemp("slurm"), 3) as running:
         yield running
 
@@ -39,16 +35,11 @@ def cluster(tmp_path_factory) -> Iterator[Cluster]:
 class Submitted:
     """Holds a job in the queue, in a folder of its own."""
 
-    def __init__(self, cluster: Cluster, folder: Path, data: Path, nodes: int, spare: int, steps: int = STEPS) -> None:
+    def __init__(self, cluster, folder, data, nodes, spare, steps=STEPS):
         self.cluster, self.folder = cluster, folder
         folder.mkdir()
         config = tiny_job(
-            folder,
-            tokens=data,
-            data={"valid": None},
-            training={"steps": steps, "eval_interval": 0},
-            checkpoint={"save_interval": 20},
-            metrics={"tensorboard": False, "log_interval": 20},
+            folder, tokens=data, valid=None, steps=steps, eval_interval=0, save_interval=20, log_interval=20
         )
         (folder / "job.toml").write_text(config_to_toml(config))
         options = [f"--nodes={nodes}", f"--output={folder / 'log'}", f"--chdir={ROOT}", "--export=ALL"]
@@ -60,35 +51,35 @@ class Submitted:
         assert self.number.isdigit(), said
 
     @property
-    def state(self) -> str:
+    def state(self):
         return self.cluster.job(self.number)["JobState"]
 
     @property
-    def log(self) -> str:
+    def log(self):
         path = self.folder / "log"
         return path.read_text() if path.exists() else ""
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self):
         path = self.folder / "run/metrics.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
-    def losses(self) -> dict[int, float]:
+    def losses(self):
         return {row["step"]: row["train/loss"] for row in self.rows() if "train/loss" in row}
 
-    def status(self) -> dict[str, Any]:
-        status: dict[str, Any] = json.loads((self.folder / "run/status.json").read_text())
+    def status(self):
+        status = json.loads((self.folder / "run/status.json").read_text())
         return status
 
-    def running(self) -> None:
+    def running(self):
         until(lambda: self.state == "RUNNING" and "slurm.sbatch: start" in self.log, "start", 60)
 
-    def ended(self) -> str:
+    def ended(self):
         """Wait until it has ended for good, and return its state. Slurm holds a job that is queued again for two
         minutes, so that the end of its script is not taken for that of the next one; five seconds are enough here.
         """
-        queued_s: list[float] = []
+        queued_s = []
 
-        def has_ended() -> bool:
+        def has_ended():
             job = self.cluster.job(self.number)
             if job["JobState"] == "PENDING" and job["Restarts"] != "0":
                 queued_s.append(time.monotonic())
@@ -101,7 +92,7 @@ class Submitted:
 
 
 @pytest.fixture(scope="module")
-def whole(cluster, tmp_path_factory, data) -> tuple[Submitted, float]:
+def whole(cluster, tmp_path_factory, data):
     """A job that nobody disturbs, and the seconds that it took."""
     job = Submitted(cluster, tmp_path_factory.mktemp("whole") / "job", data, nodes=2, spare=0)
     job.running()
@@ -111,9 +102,7 @@ def whole(cluster, tmp_path_factory, data) -> tuple[Submitted, float]:
 
 
 @pytest.mark.parametrize("number", range(SIGNALS))
-def test_a_job_that_is_signalled_is_queued_again_and_ends_bit_for_bit(
-    cluster, whole, tmp_path, data, number: int
-) -> None:
+def test_a_job_that_is_signalled_is_queued_again_and_ends_bit_for_bit(cluster, whole, tmp_path, data, number):
     undisturbed, took_s = whole
     job = Submitted(cluster, tmp_path / "job", data, nodes=2, spare=0)
     job.running()
@@ -130,7 +119,7 @@ def test_a_job_that_is_signalled_is_queued_again_and_ends_bit_for_bit(
     assert weights[0] == weights[1]
 
 
-def test_a_dead_node_is_replaced_by_the_spare_one_within_the_job(cluster, whole, tmp_path, data) -> None:
+def test_a_dead_node_is_replaced_by_the_spare_one_within_the_job(cluster, whole, tmp_path, data):
     undisturbed, _ = whole
     job = Submitted(cluster, tmp_path / "job", data, nodes=3, spare=1)
     until(lambda: "saved" in job.log, "a checkpoint")
@@ -154,7 +143,7 @@ def test_a_dead_node_is_replaced_by_the_spare_one_within_the_job(cluster, whole,
     assert weights[0] == weights[1]
 
 
-def test_scancel_saves_and_queues_nothing_again(cluster, tmp_path, data) -> None:
+def test_scancel_saves_and_queues_nothing_again(cluster, tmp_path, data):
     until(lambda: cluster.states() == ["idle"] * 3, "idle nodes")
     job = Submitted(cluster, tmp_path / "job", data, nodes=2, spare=0, steps=10**5)
     until(lambda: len(job.losses()) > 2, "training")

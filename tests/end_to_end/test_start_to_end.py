@@ -4,8 +4,6 @@ in a copy of the repository with only Python on PATH: texts, training, resume, e
 --full installs into the copy, runs the quickstart as it is, and each command as the program that a user starts.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import math
@@ -16,16 +14,14 @@ import shutil
 import subprocess
 import sys
 import webbrowser
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from megamix.cli import main
 from megamix.config import load_config
+from tests.builders import run_on_ranks
 from tests.conftest import FULL
-from tests.train.jobs import run_on_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/start_to_end.md").read_text(encoding="utf-8")
@@ -42,14 +38,14 @@ SMALLER = {
 }
 
 
-def _blocks(page: str) -> list[tuple[str, str, str]]:
+def _blocks(page):
     """Language, content, and for a file the name that the sentence before it gives."""
     found = re.findall(r"^```(\w+)\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
     names = iter(re.findall(r"Write\s+this to `([^`]+)`", page))
     return [(language, content, next(names) if language == "toml" else "") for language, content in found]
 
 
-def _small(page: str, smaller: dict[str, str]) -> str:
+def _small(page, smaller):
     for whole, part in smaller.items():
         assert page.count(whole) == 1, whole
         page = page.replace(whole, part)
@@ -59,7 +55,7 @@ def _small(page: str, smaller: dict[str, str]) -> str:
 class Clone:
     """A folder with the repository's files as they are now, and a shell that finds Python in it and nothing of ours."""
 
-    def __init__(self, folder: Path, run_ranks: Callable[..., list[Any]]) -> None:
+    def __init__(self, folder, run_ranks):
         self.root, self.run_ranks = folder / "megamix", run_ranks
         listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True)
         for name in filter(None, listed.stdout.split("\0")):
@@ -82,7 +78,7 @@ class Clone:
         else:
             self.environment |= {"MEGAMIX_PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
 
-    def bash(self, command: str) -> str:
+    def bash(self, command):
         """Run a line of the shell in the copy and return what it prints."""
         done = subprocess.run(
             ["bash", "-c", command], cwd=self.root, env=self.environment, capture_output=True, text=True, check=False
@@ -90,7 +86,7 @@ class Clone:
         assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
         return done.stdout
 
-    def run(self, command: str, capsys: pytest.CaptureFixture[str]) -> str:
+    def run(self, command, capsys):
         """Run a line of a page and return what it prints; unless --full a verb of megamix, and a job on two ranks, in
         processes that are there: every new one imports torch anew.
         """
@@ -98,7 +94,7 @@ class Clone:
             return self.bash(f". .venv/bin/activate\n{command}")
         words = shlex.split(command, comments=True)
         if words[0] == "NPROC_PER_NODE=2" and words[1].endswith("launch/pretrain.sh"):
-            said: str = self.run_ranks(_train, 2, self.root, *words[2:])[0]
+            said = self.run_ranks(_train, 2, self.root, *words[2:])[0]
             return said
         if words[0] == "./launch/pretrain.sh" and words[-1] == "--check":
             words = ["megamix", "train", *words[1:]]
@@ -108,7 +104,7 @@ class Clone:
         return capsys.readouterr().out
 
 
-def _train(root: Path, config: str, *overrides: str) -> str:
+def _train(root, config, *overrides):
     """Train on this rank by a file of the copy. Return what is said."""
     with contextlib.chdir(root), contextlib.redirect_stdout(io.StringIO()) as said:
         run_on_ranks(load_config(Path(config), overrides))
@@ -116,16 +112,14 @@ def _train(root: Path, config: str, *overrides: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def clone(tmp_path_factory: pytest.TempPathFactory, run_ranks: Callable[..., list[Any]]) -> Clone:
+def clone(tmp_path_factory, run_ranks):
     return Clone(tmp_path_factory.mktemp("clone"), run_ranks)
 
 
 @pytest.mark.uncounted
-def test_every_command_of_the_page_runs(
-    clone: Clone, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_command_of_the_page_runs(clone, monkeypatch, capsys):
     monkeypatch.chdir(clone.root)
-    said: dict[str, str] = {}
+    said = {}
     for language, content, name in _blocks(_small(PAGE, {} if FULL else SMALLER)):
         if language == "toml":
             Path(name).write_text(content, encoding="utf-8")
@@ -188,7 +182,7 @@ STAND_INS = {  # tests/test_slurm_script.py and tests/test_kubernetes.py test wh
 }
 
 
-def _commands(section: str) -> list[str]:
+def _commands(section):
     """Return the commands of a section's first block without a language, without their comments."""
     text = README.partition(f"\n## {section}\n")[2]
     blocks = re.findall(r"^```(\w*)\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
@@ -197,11 +191,9 @@ def _commands(section: str) -> list[str]:
 
 
 @pytest.mark.uncounted
-def test_every_command_of_the_readme_runs(
-    clone: Clone, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_command_of_the_readme_runs(clone, monkeypatch, capsys):
     monkeypatch.chdir(clone.root)
-    opened: list[str] = []
+    opened = []
     monkeypatch.setattr(webbrowser, "open", opened.append)
     clone.environment["BROWSER"] = "true"
     config = _small(Path("configs/base.toml").read_text(encoding="utf-8"), CONFIG_SMALLER)
@@ -212,7 +204,7 @@ def test_every_command_of_the_readme_runs(
     job = re.findall(r"^```toml\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)[0]
     assert len(job.splitlines()) <= 12
     Path("job.toml").write_text(_small(job, JOB_SMALLER), encoding="utf-8")
-    said: dict[str, str] = {}
+    said = {}
     activate, *commands = _commands("Your own text")
     assert activate == ". .venv/bin/activate"
     half = " training.steps=20" if FULL else " training.steps=2"  # in place of Ctrl-C
@@ -230,7 +222,7 @@ def test_every_command_of_the_readme_runs(
     _scales(clone)
 
 
-def _scales(clone: Clone) -> None:
+def _scales(clone):
     """Run the commands that scale the job. Two ranks stand for eight, and programs of one line for a cluster's."""
     programs = clone.root.parent / "bin"
     for name, body in STAND_INS.items():

@@ -1,10 +1,5 @@
 """Fixtures for tests on simulated GPUs."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
-from typing import Any
-
 import pytest
 
 from megamix.tools.ranks import RankPool
@@ -14,16 +9,14 @@ from tests.gpu.pools import on_gpu, processes_with_gpus
 
 
 @pytest.fixture(scope="session")
-def gpu_ranks() -> Iterator[Callable[..., list[Any]]]:
+def gpu_ranks():
     """`gpu_ranks(case, world_size, *args)`, as `run_ranks`, on simulated GPUs and NCCL. `seed`: of its delays."""
     if reason := library.missing():
         pytest.skip(reason)
     library.build()
-    pools: dict[int, RankPool] = {}
+    pools = {}
 
-    def run(
-        case: Callable[..., Any], world_size: int, *args: Any, seed: int = 0, deadline_s: float | None = None
-    ) -> list[Any]:
+    def run(case, world_size, *args, seed=0, deadline_s=None):
         if world_size not in pools:
             pools[world_size] = RankPool(world_size, on_gpus=True)
         with processes_with_gpus():

@@ -2,8 +2,6 @@
 it cannot run, and why: cpu_only.txt, by which `pytest --device cuda` chooses its tests.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 
@@ -15,29 +13,29 @@ from tests.devices import CPU_ONLY, ROOMS
 class Recorder:
     """Keeps the first error of each test that fails, and the names of those that pass."""
 
-    def __init__(self) -> None:
-        self.errors: dict[str, str] = {}
-        self.passed: set[str] = set()
+    def __init__(self):
+        self.errors = {}
+        self.passed = set()
 
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+    def pytest_runtest_logreport(self, report):
         if report.failed:
             crash = getattr(report.longrepr, "reprcrash", None)
             self.errors.setdefault(report.nodeid, _told(str(crash.message if crash else report.longrepr)))
         elif report.passed and report.when == "call":
             self.passed.add(report.nodeid)
 
-    def lines(self) -> list[str]:
+    def lines(self):
         """Return a line for each test of which no case passes, and for each case that fails of another one."""
         mixed = {_test(case) for case in self.passed}
         found = {case if (test := _test(case)) in mixed else test: why for case, why in self.errors.items()}
         return [f"{name}\t{why}\n" for name, why in sorted(found.items())]
 
 
-def _test(case: str) -> str:
+def _test(case):
     return case.partition("[")[0]
 
 
-def _told(error: str) -> str:
+def _told(error):
     """Return the line of an error that says what it is, a rank's in place of its pool's, without what differs from run
     to run.
     """

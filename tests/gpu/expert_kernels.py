@@ -1,13 +1,9 @@
 """Count what a layer of experts launches and moves on a GPU. Meta tensors stand for a GPU's."""
 
-from __future__ import annotations
-
 import contextlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import torch
@@ -41,22 +37,22 @@ class Part:
 class Parts(TorchDispatchMode):
     """Counts by part. What none of METHODS calls is the router's if it works on numbers of experts."""
 
-    def __init__(self, num_experts: int) -> None:
+    def __init__(self, num_experts):
         super().__init__()
-        self._num_experts, self._inside = num_experts, list[str]()
+        self._num_experts, self._inside = num_experts, []
         self.begin()
 
-    def begin(self) -> dict[str, Part]:
+    def begin(self):
         """Count from now on into new parts, by name, and return them."""
         self._by_name = {name: Part() for name in (ROUTER, PERMUTE, PRODUCTS, INNER)}
         return self._by_name
 
-    def claim(self, owner: type, name: str, part: str) -> Any:
+    def claim(self, owner, name, part):
         """Return the patch that lets a method's operations count for a part."""
-        method: Callable[..., Any] = getattr(owner, name)
+        method = getattr(owner, name)
 
         @wraps(method)
-        def inside(*args: Any) -> Any:
+        def inside(*args):
             self._inside.append(part)
             try:
                 return method(*args)
@@ -66,7 +62,7 @@ class Parts(TorchDispatchMode):
         is_static = isinstance(vars(owner)[name], staticmethod)
         return mock.patch.object(owner, name, staticmethod(inside) if is_static else inside)
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
         name = function._schema.name.split("::")[1]
         is_view = any(one.alias_info and not one.alias_info.is_write for one in function._schema.returns)
@@ -79,14 +75,14 @@ class Parts(TorchDispatchMode):
             part.flops += 2 * args[0].numel() * args[1].shape[-1] if name in ("mm", "_grouped_mm") else 0
         return out
 
-    def _part_of(self, tensors: list[Tensor]) -> str:
+    def _part_of(self, tensors):
         if self._inside:
             return self._inside[-1]
         widest = max(one.shape[-1] if one.dim() else 1 for one in tensors)
         return ROUTER if widest <= self._num_experts else INNER
 
 
-def count(ep_size: int) -> list[dict[str, Part]]:
+def count(ep_size):
     """Return the parts of forward and of backward, for a micro-batch of qwen3-30b-a3b in one layer. A rank of `ep_size`
     has its share of the experts, and as many rows as without, which an even exchange has brought.
     """

@@ -2,8 +2,6 @@
 there.
 """
 
-from __future__ import annotations
-
 from tests.gpu import simulated  # before torch: autograd asks for a device
 
 import json
@@ -29,21 +27,21 @@ RECIPES = {"half": None, "rowwise": FP8Config(recipe="rowwise"), "tensorwise": F
 class Products(TorchDispatchMode):
     """Counts the products of matrices, by name."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.count = {"_scaled_mm": 0, "mm": 0}
 
     @classmethod
-    def ignore_compile_internals(cls) -> bool:
+    def ignore_compile_internals(cls):
         return True
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name = function._schema.name.split("::")[1]
         self.count |= {name: self.count[name] + 1} if name in self.count else {}
         return function(*args, **(kwargs or {}))
 
 
-def counted(h100: H100, section: FP8Config | None) -> dict[str, Any]:
+def counted(h100, section):
     """Return what norm, query, key and value launch: the files of the kernels with their tensors' bytes, and the
     products, in forward and in backward.
     """
@@ -53,7 +51,7 @@ def counted(h100: H100, section: FP8Config | None) -> dict[str, Any]:
         _made(*shape) for shape in ((TOKENS, HIDDEN), (HIDDEN,), *[(n, HIDDEN) for n in (HIDDEN, KV, KV)])
     )
 
-    def projected() -> tuple[Tensor, ...]:
+    def projected():
         normed = ops.rms_norm(x, norm, 1e-5)
         return tuple(ops.linear(normed, weight, None) for weight in weights)
 
@@ -69,11 +67,11 @@ def counted(h100: H100, section: FP8Config | None) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _made(*shape: int) -> Tensor:
+def _made(*shape):
     return torch.zeros(shape, dtype=torch.bfloat16, device="cuda", requires_grad=True)
 
 
-def _launched(h100: H100) -> list[tuple[str, int]]:
+def _launched(h100):
     found = [(file, sum(one.nbytes for one in given if isinstance(one, Tensor))) for file, given in h100.launches]
     h100.launches.clear()
     return found

@@ -2,12 +2,7 @@
 and `wait` brings the result back. Gloo sends and receives nothing of a device between two ranks.
 """
 
-from __future__ import annotations
-
-import datetime
 import functools
-from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,22 +19,22 @@ class Staged(dist.Work):
     waited for.
     """
 
-    def __init__(self, work: dist.Work, there: Tensor, arrived: Tensor, reads: list[Any]):
+    def __init__(self, work, there, arrived, reads):
         super().__init__()
         self._work, self._there, self._arrived = work, there, arrived
         sent = {one.untyped_storage()._cdata for one in reads if isinstance(one, Tensor)}
         if sent and there.untyped_storage()._cdata not in sent:
             ops.host(there).view(-1).view(torch.uint8).fill_(0xFF)
 
-    def wait(self, timeout: datetime.timedelta | None = None) -> bool:
+    def wait(self, timeout=None):
         self._work.wait()
         ops.host(self._there).copy_(self._arrived)
         return True
 
 
-def _staged(collective: Callable[..., Any]) -> Callable[..., Any]:
+def _staged(collective):
     @functools.wraps(collective)
-    def run(there: Tensor, *args: Any, group: Any = None, async_op: bool = False, **settings: Any) -> Any:
+    def run(there, *args, group=None, async_op=False, **settings):
         if not there.is_cuda or isinstance(group or dist.group.WORLD, SimulatedNccl):
             return collective(there, *args, group=group, async_op=async_op, **settings)
         ops.touch(there, True, collective.__name__)
@@ -50,8 +45,8 @@ def _staged(collective: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _refusing(message: Callable[..., Any]) -> Callable[..., Any]:
-    def run(group: Any, tensors: list[Tensor], *args: Any) -> Any:
+def _refusing(message):
+    def run(group, tensors, *args):
         if any(tensor.is_cuda for tensor in tensors):
             raise RuntimeError("ProcessGroupGloo sends and receives tensors of the host alone")
         return message(group, tensors, *args)
@@ -59,7 +54,7 @@ def _refusing(message: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def answer() -> None:
+def answer():
     """Stand in front of Gloo in torch.distributed."""
     for name in COLLECTIVES:
         if hasattr(dist, name):  # torch 2.13 has renamed one

@@ -5,8 +5,6 @@ Needs Triton, which lies in a folder of its own: in the tests' environment every
 import it, at a second each.
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import ctypes
@@ -18,9 +16,7 @@ import subprocess
 import sys
 import types
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import torch
@@ -35,14 +31,14 @@ PROPERTIES = types.SimpleNamespace(
 CUDA, META = 1, 14  # in the table of c10's devices
 
 
-def search_path() -> str | None:
+def search_path():
     """Return what PYTHONPATH needs for Triton; None where there is none."""
     if importlib.util.find_spec("triton") is not None:
         return ""
     return str(FOLDER) if FOLDER.is_dir() else None
 
 
-def run(module: str, folder: Path, **environment: str) -> None:
+def run(module, folder, **environment):
     """Run a program of this package with Triton, and with a folder as its argument."""
     path = os.pathsep.join([str(search_path()), str(Path(__file__).parents[2]), *sys.path])
     done = subprocess.run(
@@ -53,7 +49,7 @@ def run(module: str, folder: Path, **environment: str) -> None:
 
 
 @contextlib.contextmanager
-def fake_tensors() -> Iterator[None]:
+def fake_tensors():
     """Let tensors be fake, without values, of "cuda" too on a CPU build of torch: it gets the device guard of "meta",
     which does nothing.
     """
@@ -70,19 +66,19 @@ def fake_tensors() -> Iterator[None]:
 class _Driver:
     """What Inductor asks of Triton's driver."""
 
-    def get_current_target(self) -> Any:
+    def get_current_target(self):
         from triton.backends.compiler import GPUTarget
 
         return GPUTarget("cuda", 90, 32)
 
-    def get_current_device(self) -> int:
+    def get_current_device(self):
         return 0
 
-    def get_active_torch_device(self) -> torch.device:
+    def get_active_torch_device(self):
         return torch.device("cuda", 0)
 
 
-def _always(answer: Any) -> Any:
+def _always(answer):
     return staticmethod(lambda *_, **__: answer)
 
 
@@ -91,22 +87,22 @@ class H100:
     the kernel's order). The kernels' sources in Triton's language lie in `folder`, by name.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.folder = folder
         self.graphs = self._kernels = 0
-        self.launches: list[tuple[str, tuple[Any, ...]]] = []
+        self.launches = []
 
-    def _kernel(self, name: str, source: str, device_str: str = "cuda") -> Any:
+    def _kernel(self, name, source, device_str="cuda"):
         stem = f"{name}_{self._kernels}"
         self._kernels += 1
         (self.folder / f"{stem}.py").write_text(source.replace(f"def {name}(", f"def {stem}("))
         return types.SimpleNamespace(run=lambda *args, stream: self.launches.append((f"{stem}.py", args)))
 
-    def _graph(self, code: str) -> None:
+    def _graph(self, code):
         self.graphs += 1
 
     @contextlib.contextmanager
-    def in_place_of_cuda(self) -> Iterator[None]:
+    def in_place_of_cuda(self):
         """Compile for it, and record what would be launched. Tensors within are fake: without values."""
         import triton.runtime
         from torch._dynamo.device_interface import CudaInterface
@@ -115,7 +111,7 @@ class H100:
         from torch._inductor.runtime import triton_helpers
 
         always = {"get_device_properties": PROPERTIES, "current_device": 0, "device_count": 1}
-        answers: dict[Any, dict[str, Any]] = {
+        answers = {
             CudaInterface: {
                 **always, "get_compute_capability": 90, "is_available": True, "is_triton_capable": True,
                 "raise_if_triton_unavailable": None, "synchronize": None, "get_raw_stream": 0,
@@ -129,7 +125,7 @@ class H100:
             torch._C: {"_cuda_getCurrentRawStream": 0},
             triton_helpers: {"set_driver_to_gpu": None},
         }  # fmt: skip
-        put: dict[Any, dict[str, Any]] = {
+        put = {
             torch.version: {"cuda": "13.0"},
             AsyncCompile: {"triton": staticmethod(self._kernel)},
             GraphLowering: {"save_output_code": staticmethod(self._graph)},
@@ -156,7 +152,7 @@ _SETTINGS = {
 }  # fmt: skip
 
 
-def machine_code(path: Path) -> dict[str, Any]:
+def machine_code(path):
     """Compile a kernel of `H100`'s folder for sm_90, where nothing about it is chosen by timing. Return
 
     block: its elements, or rows of a reduction; threads; registers of each; spills: instructions that use a thread's
@@ -186,10 +182,10 @@ def machine_code(path: Path) -> dict[str, Any]:
 BYTES = {"*i1": 1, "*bf16": 2, "*fp16": 2, "*fp32": 4, "*fp64": 8, "*i64": 8}
 
 
-def traffic(source: str) -> Counter[str]:
+def traffic(source):
     """Return the bytes that a kernel's loads and stores move for an "element", and for a "row" that it reduces."""
     signature = ast.literal_eval(re.findall(r"'signature': (\{.*?\})", source)[0])
-    moved = Counter[str]()
+    moved = Counter()
     for pointer, index in re.findall(r"tl\.(?:load|store)\((\w+) \+ \((.*?)\)[,)]", source):
         by_element = "r0_" in index if "r0_numel" in signature else "x" in index
         moved["element" if by_element else "row" if "x" in index else "kernel"] += BYTES[signature[pointer]]

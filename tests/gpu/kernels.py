@@ -3,19 +3,15 @@ their sources, and kernels.json. With TRITON_INTERPRET=1 it then runs each kerne
 its sets of tensors in FOLDER/before.pt, by name, and writes them to FOLDER/after.pt.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os
 import re
 import runpy
 import sys
-from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,8 +20,7 @@ from megamix import NAG, AdamW, tuned
 from megamix.comm.collectives import Collectives
 from megamix.comm.topology import Axis
 from megamix.mixed_precision.fused_update import CompiledUpdate, choose_kernels
-from megamix.mixed_precision.row_stats import RowStats
-from megamix.mixed_precision.update_slice import StepScalars, UpdateGroup, UpdateSlice
+from megamix.mixed_precision.update_slice import StepScalars, UpdateSlice
 from megamix.model.cross_entropy import compiled_slopes
 from tests.gpu.h100 import H100, machine_code, traffic
 
@@ -38,19 +33,19 @@ ROWS = 19  # of 64 elements, in the last call: what the interpreter repeats
 LENGTHS = [64 * rows for rows in (*(2 + step**3 for step in range(49)), ROWS)]
 
 
-def compile_all(folder: Path) -> None:
+def compile_all(folder):
     h100 = H100(folder)
     with h100.in_place_of_cuda():
         kernels = [*_updates(h100), *_losses(h100)]
     (folder / "kernels.json").write_text(json.dumps(kernels, indent=1))
 
 
-def _updates(h100: H100) -> Iterator[dict[str, Any]]:
+def _updates(h100):
     """Update and statistics of each optimizer in each dtype, as an engine chooses them."""
     for (name, optimizer), half_name in itertools.product(OPTIMIZERS.items(), ("BF16", "FP16")):
         half_dtype, sums = DTYPES[half_name], {half_name: DTYPES[half_name], "FP32": torch.float32}
         group = optimizer.group_of("weight", (64, 64))._replace(weight_decay=(WEIGHT_DECAY,))
-        buckets: list[Any] = [
+        buckets = [
             SimpleNamespace(
                 params=_zeros(64 * OWNERS, half_dtype), grads=_zeros(64 * OWNERS, half_dtype), master=_zeros(64),
                 grad_sum=_zeros(64, dtype), owners=Collectives(Axis(range(OWNERS))), updated_dtype=half_dtype,
@@ -70,9 +65,7 @@ def _updates(h100: H100) -> Iterator[dict[str, Any]]:
                 yield _called(h100, f"sum of {OWNERS} ranks' {half_name} and its statistics", once)
 
 
-def _update(
-    update: CompiledUpdate, group: UpdateGroup, half: torch.dtype, sums: torch.dtype, numel: int
-) -> dict[str, Tensor]:
+def _update(update, group, half, sums, numel):
     step = StepScalars(_zeros(()), _zeros((), torch.bool), _zeros(()), _zeros(()))
     tensors = {"grad": _zeros(numel, sums), "half": _zeros(numel, half), "master": _zeros(numel)}
     states = group.new_states(numel, step.lr.device)
@@ -82,22 +75,22 @@ def _update(
     return tensors | states | {f"coefficient{number}": one for number, one in enumerate(at.coefficients)}
 
 
-def _stats(stats: RowStats, sums: torch.dtype, numel: int) -> dict[str, Tensor]:
+def _stats(stats, sums, numel):
     grad = _zeros(numel, sums)
     return {"grad": grad, "rows": stats.of_shard(grad)}
 
 
-def _sum(stats: RowStats, half: torch.dtype, numel: int) -> dict[str, Tensor]:
+def _sum(stats, half, numel):
     """As an engine has them: the parts in front of a larger buffer, the sum in a bucket's own."""
     parts, grad = _zeros(2 * OWNERS * numel, half)[: OWNERS * numel], _zeros(OWNERS * numel // 2)[:numel]
     return {"parts": parts, "grad": grad, "rows": stats.of_sum(parts.view(OWNERS, -1), grad)}
 
 
-def _losses(h100: H100) -> Iterator[dict[str, Any]]:
+def _losses(h100):
     """The loss's slopes, between the products of head and loss, in chunks of one size, as a step's are."""
     compiled, rows = compiled_slopes(), tuned.LOSS_PART[1] // VOCAB
 
-    def once(rows: int) -> dict[str, Tensor]:
+    def once(rows):
         logits, slope = _zeros((rows, VOCAB)), _zeros((rows, VOCAB), torch.bfloat16)
         return {"logits": logits, "slope": slope, "likelihood": compiled(logits, _zeros(rows, torch.int64), slope)}
 
@@ -105,9 +98,7 @@ def _losses(h100: H100) -> Iterator[dict[str, Any]]:
     yield _called(h100, "loss slopes, BF16", once, [rows] * 2)
 
 
-def _called(
-    h100: H100, name: str, once: Callable[[int], dict[str, Tensor]], lengths: list[int] = LENGTHS
-) -> dict[str, Any]:
+def _called(h100, name, once, lengths=LENGTHS):
     """Call a function that was compiled before, with tensors of many lengths. Return
 
     sources: the files of the kernels of one call; arguments: of the last one, numbers, and tensors by name and offset;
@@ -134,20 +125,20 @@ def _called(
     }
 
 
-def _zeros(shape: Any, dtype: torch.dtype = torch.float32) -> Tensor:
+def _zeros(shape, dtype=torch.float32):
     return torch.zeros(shape, dtype=dtype, device="cuda")
 
 
-def interpret_all(folder: Path) -> None:
+def interpret_all(folder):
     kernels = {kernel["name"]: kernel for kernel in json.loads((folder / "kernels.json").read_text())}
-    sets: dict[str, list[dict[str, Tensor]]] = torch.load(folder / "before.pt")
+    sets = torch.load(folder / "before.pt")
     for name, tensors in sets.items():
         for by_name in tensors:
             _interpret(folder / kernels[name]["sources"][0], kernels[name], by_name)
     torch.save(sets, folder / "after.pt")
 
 
-def _interpret(path: Path, kernel: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+def _interpret(path, kernel, tensors):
     plain = path.with_name(f"plain_{path.name}")
     # Without Inductor's launcher, which wants a device.
     code = re.sub(r"@triton_heuristics.*?\n\)\n(?=@triton)", "", path.read_text(), flags=re.DOTALL)

@@ -1,7 +1,5 @@
 """The simulated device's library (device.cpp): built once per source, torch and compiler, loaded before torch."""
 
-from __future__ import annotations
-
 import ctypes
 import fcntl
 import hashlib
@@ -18,7 +16,7 @@ CACHE = Path(__file__).parents[2] / ".simulated_gpu"
 FLAGS = ("-std=c++20", "-O1", "-shared", "-fPIC", "-w")
 
 
-def missing() -> str | None:
+def missing():
     """Return why there can be no simulated device here."""
     built_for = runpy.run_path(str(TORCH / "version.py"))
     if built_for["cuda"] or built_for["hip"] or built_for["xpu"]:
@@ -26,7 +24,7 @@ def missing() -> str | None:
     return None if shutil.which("g++") else "no g++ to build the simulated device with"
 
 
-def build() -> Path:
+def build():
     """Return the library, built unless it is there. Raises: subprocess.CalledProcessError."""
     version = subprocess.run(["g++", "-dumpfullversion"], check=True, capture_output=True, text=True).stdout
     key = (SOURCE.read_text(), importlib.metadata.version("torch"), version, FLAGS)
@@ -42,7 +40,7 @@ def build() -> Path:
     return path
 
 
-def load() -> ctypes.CDLL:
+def load():
     """Put the library in front of torch, which asks only once which devices there are."""
     for name in ("libc10.so", "libtorch_cpu.so", "libtorch.so"):
         ctypes.CDLL(os.fspath(TORCH / "lib" / name), ctypes.RTLD_GLOBAL)

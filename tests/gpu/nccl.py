@@ -5,8 +5,6 @@ writes is NaN until then, and neither that nor what it reads may be touched befo
 streams and tells the host nothing.
 """
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import itertools
@@ -14,14 +12,12 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 ops = torch.ops.simulated
 DTYPES = {torch.int8, torch.uint8, torch.bool, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32}
@@ -30,27 +26,27 @@ LATEST_S = 0.003
 
 delays = random.Random(0)
 one_stream = False  # for all communicators that are made from now on, as where a driver runs out of queues
-_shared: list[Stream] = []
-_issued: list[str] = []  # by this rank, in order
+_shared = []
+_issued = []  # by this rank, in order
 _numbers = itertools.count(1)
 
 
 class Stream(threading.Thread):
     """Runs what it is given in order, each a while late."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(daemon=True, name="simulated NCCL")
-        self.queue: SimpleQueue[Collective | None] = SimpleQueue()
+        self.queue = SimpleQueue()
         self.start()
 
-    def run(self) -> None:
+    def run(self):
         while (work := self.queue.get()) is not None:
             time.sleep(delays.choice((0.0, LATEST_S * delays.random())))
             work.land()
             del work  # it holds Gloo's group, whose threads spin once the peers have left theirs
 
 
-def _stream() -> Stream:
+def _stream():
     if not one_stream or not _shared:
         _shared[:] = [Stream()]
     return _shared[0]
@@ -61,10 +57,7 @@ class Collective(dist.Work):
     writes, `in_place` is also read, and so is not NaN at first.
     """
 
-    def __init__(
-        self, what: str, reads: Sequence[Tensor], writes: Sequence[Tensor], in_place: Sequence[Tensor],
-        run: Callable[[], None], timeout_s: float,
-    ):  # fmt: skip
+    def __init__(self, what, reads, writes, in_place, run, timeout_s):
         super().__init__()
         self.what, self._run, self._timeout_s = what, run, timeout_s
         self._landed, self._error, self._number = threading.Event(), "", next(_numbers)
@@ -78,7 +71,7 @@ class Collective(dist.Work):
             ops.lend(tensor, written, what, self._number)
         _issued.append(what)
 
-    def land(self) -> None:
+    def land(self):
         try:
             with torch.no_grad():
                 self._run()
@@ -86,7 +79,7 @@ class Collective(dist.Work):
         except Exception as error:  # a peer is gone: NCCL would say nothing until its time limit
             self._error = str(error)
 
-    def wait(self, timeout: datetime.timedelta | None = None) -> bool:
+    def wait(self, timeout=None):
         if not self._landed.wait(self._timeout_s):
             raise RuntimeError(f"{self.what} has not run for {self._timeout_s:g} s. {_told_orders()} {self._error}")
         if freed := ops.give_back(self._number):
@@ -94,7 +87,7 @@ class Collective(dist.Work):
         return True
 
 
-def _told_orders() -> str:
+def _told_orders():
     """Return what each rank that waits in vain has issued last."""
     store, told = dist.distributed_c10d._get_default_store(), ""
     store.set(f"issued by {dist.get_rank()}", "; ".join(_issued[-4:]))
@@ -114,7 +107,7 @@ class SimulatedNccl(dist.ProcessGroup):
     supports_splitting = True
     _device_types = (torch.device("cuda"),)
 
-    def __init__(self, store: Any, rank: int, size: int, options: Options):
+    def __init__(self, store, rank, size, options):
         super().__init__(rank, size)
         self.rank, self.size, self._timeout_s = (lambda: rank), (lambda: size), options._timeout.total_seconds()
         self._label = f"group {list(options.global_ranks_in_group)}" if options.global_ranks_in_group else "the world"
@@ -123,33 +116,30 @@ class SimulatedNccl(dist.ProcessGroup):
         # torch has set it on the group in whose place this one stands.
         self.bound_device_id = sys._getframe(1).f_locals.get("device_id")
         self._gloo = dist.ProcessGroupGloo(store, rank, size, options._timeout)
-        self._stream, self._of_pairs = _stream(), dict[int, Stream]()
+        self._stream, self._of_pairs = _stream(), {}
 
-    def _get_backend(self, device: torch.device) -> SimulatedNccl:
+    def _get_backend(self, device):
         return self
 
-    def name(self) -> str:
+    def name(self):
         return "nccl"
 
     getBackendName = name
 
-    def _ignore(self, *_: object) -> None: ...
+    def _ignore(self, *_): ...
 
     _set_sequence_number_for_group = _set_group_name = _set_group_desc = eager_connect_single_device = abort = _ignore
 
-    def shutdown(self) -> None:
+    def shutdown(self):
         for stream in (self._stream, *self._of_pairs.values()):
             stream.queue.put(None)
         _shared.clear()
 
-    def perform_nocolor_split(self, device: object) -> None:
+    def perform_nocolor_split(self, device):
         """Take part in a split of this communicator, in which all its ranks must."""
         self.barrier("ncclCommSplit").wait()
 
-    def _issue(
-        self, kind: str, reads: Sequence[Tensor], writes: Sequence[Tensor], run: Callable[[], None], *,
-        in_place: Sequence[Tensor] = (), stream: Stream | None = None,
-    ) -> Collective:  # fmt: skip
+    def _issue(self, kind, reads, writes, run, *, in_place=(), stream=None):
         what = f"{kind} {[tuple(tensor.shape) for tensor in (reads or writes or in_place)]} of {self._label}"
         for tensor in (*reads, *writes, *in_place):
             if not tensor.is_contiguous():
@@ -162,7 +152,7 @@ class SimulatedNccl(dist.ProcessGroup):
         (stream or self._stream).queue.put(work)
         return work
 
-    def _others(self, whole: Tensor, part: Tensor, what: str) -> list[Tensor] | None:
+    def _others(self, whole, part, what):
         """Return the other ranks' parts of `whole` where `part` is this rank's; None where they lie apart."""
         size, rank = self.size(), self.rank()
         if whole.numel() != size * part.numel() or whole.dtype != part.dtype:
@@ -174,22 +164,20 @@ class SimulatedNccl(dist.ProcessGroup):
             raise ValueError(f"{what}: one tensor lies in the other, but not at this rank's place")
         return [other for number, other in enumerate(whole.view(size, -1)) if number != rank]
 
-    def all_gather_single(self, out: Tensor, inp: Tensor, opts: Any = None) -> Collective:
+    def all_gather_single(self, out, inp, opts=None):
         others = self._others(out, inp, "all_gather")
         return self.allgather([[*out.view(self.size(), -1)]], [inp], writes=[out] if others is None else others)
 
-    def allgather(
-        self, outs: list[list[Tensor]], ins: list[Tensor], opts: Any = None, writes: list[Tensor] | None = None
-    ) -> Collective:
+    def allgather(self, outs, ins, opts=None, writes=None):
         mine, there = ops.host(ins[0]), [ops.host(part) for part in outs[0]]
         run = lambda: self._gloo.allgather([there], [mine.view_as(there[0]).clone()]).wait()  # noqa: E731
         return self._issue("all_gather", ins, outs[0] if writes is None else writes, run)
 
-    def reduce_scatter_single(self, out: Tensor, inp: Tensor, opts: Any = None) -> Collective:
+    def reduce_scatter_single(self, out, inp, opts=None):
         others = self._others(inp, out, "reduce_scatter")
         mine, there = ops.host(inp), ops.host(out)
 
-        def run() -> None:
+        def run():
             arrived = torch.empty_like(mine)
             self._gloo.alltoall_base(arrived.view(-1), mine.view(-1).clone(), [], []).wait()
             there.copy_(_sum(arrived.view(self.size(), -1), opts).view(there.shape))
@@ -198,51 +186,49 @@ class SimulatedNccl(dist.ProcessGroup):
             return self._issue("reduce_scatter", [inp], [out], run)
         return self._issue("reduce_scatter", others, [], run, in_place=[out])
 
-    def all_to_all_single(
-        self, out: Tensor, inp: Tensor, out_splits: Any = None, in_splits: Any = None, opts: Any = None
-    ) -> Collective:
+    def all_to_all_single(self, out, inp, out_splits=None, in_splits=None, opts=None):
         if out.data_ptr() == inp.data_ptr() and out.numel():  # both may be empty, and at no address
             raise ValueError("all_to_all: NCCL has none in place")
         mine, there = ops.host(inp).view(-1), ops.host(out).view(-1)
         run = lambda: self._gloo.alltoall_base(there, mine.clone(), out_splits or [], in_splits or []).wait()  # noqa: E731
         return self._issue("all_to_all", [inp], [out], run)
 
-    def broadcast(self, tensors: list[Tensor], opts: Any) -> Collective:
+    def broadcast(self, tensors, opts):
         there, again = ops.host(tensors[0]), dist.BroadcastOptions()
         again.rootRank, again.rootTensor = opts.rootRank, 0
         reads, writes = (tensors, []) if opts.rootRank == self.rank() else ([], tensors)
         return self._issue("broadcast", reads, writes, lambda: self._gloo.broadcast([there], again).wait())
 
-    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Collective:
+    def allreduce(self, tensors, opts=None):
         there = ops.host(tensors[0])
 
-        def run() -> None:
+        def run():
             arrived = there.new_empty(self.size(), there.numel())
             self._gloo.allgather([[*arrived]], [there.reshape(-1).clone()]).wait()
             there.copy_(_sum(arrived, opts).view(there.shape))
 
         return self._issue("all_reduce", [], [], run, in_place=tensors)
 
-    def barrier(self, kind: str = "barrier", opts: Any = None) -> Collective:
+    def barrier(self, kind="barrier", opts=None):
         token = torch.zeros(1, device="cpu")
         return self._issue(kind, [], [], lambda: self._gloo.allreduce([token]).wait())
 
-    def send(self, tensors: list[Tensor], peer: int, tag: int = 0) -> Collective:
+    def send(self, tensors, peer, tag=0):
         return self._alone("send", tensors[0], peer)
 
-    def recv(self, tensors: list[Tensor], peer: int, tag: int = 0) -> Collective:
+    def recv(self, tensors, peer, tag=0):
         return self._alone("recv", tensors[0], peer)
 
-    def _alone(self, kind: str, tensor: Tensor, peer: int) -> Collective:
+    def _alone(self, kind, tensor, peer):
         """One message has a communicator of the two ranks, where several together have the group's."""
         if peer not in self._of_pairs:
             self._of_pairs[peer] = _stream()
         return self.messages([(kind, tensor, peer)], 1, self._of_pairs[peer])
 
-    def messages(self, them: list[tuple[str, Tensor, int]], tag: int = 0, stream: Stream | None = None) -> Collective:
+    def messages(self, them, tag=0, stream=None):
         parts = [(kind, ops.host(tensor), peer) for kind, tensor, peer in them]
 
-        def run() -> None:
+        def run():
             works = [
                 self._gloo.send([part.clone()], peer, tag) if kind == "send" else self._gloo.recv([part], peer, tag)
                 for kind, part, peer in parts
@@ -254,7 +240,7 @@ class SimulatedNccl(dist.ProcessGroup):
         return self._issue("+".join(f"{kind} {peer}" for kind, _, peer in them), reads, writes, run, stream=stream)
 
 
-def _sum(parts: Tensor, opts: Any) -> Tensor:
+def _sum(parts, opts):
     """Return the ranks' parts added in rank order, half ones in FP32 and rounded once. Shapes: (ranks, n) -> (n,)."""
     assert opts is None or opts.reduceOp == dist.ReduceOp.SUM, "of NCCL's operations the sum alone is simulated"
     half = parts.dtype in (torch.float16, torch.bfloat16)
@@ -267,7 +253,7 @@ def _sum(parts: Tensor, opts: Any) -> Tensor:
 _batch_isend_irecv = dist.batch_isend_irecv
 
 
-def _all_or_none(messages: list[dist.P2POp]) -> list[Any]:
+def _all_or_none(messages):
     group = messages[0].group or dist.group.WORLD
     if not isinstance(group, SimulatedNccl):
         return _batch_isend_irecv(messages)
@@ -275,7 +261,7 @@ def _all_or_none(messages: list[dist.P2POp]) -> list[Any]:
     return [group.messages([(kinds[one.op], one.tensor, one.group_peer) for one in messages])]
 
 
-def answer() -> None:
+def answer():
     """Stand in the place of NCCL in torch.distributed."""
     of = dist.distributed_c10d
     of.ProcessGroupNCCL, of._NCCL_AVAILABLE = SimulatedNccl, True

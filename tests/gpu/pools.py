@@ -1,12 +1,8 @@
 """Ranks on simulated GPUs: processes of a forkserver of their own, which has the simulation in front of torch."""
 
-from __future__ import annotations
-
 import os
-from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from multiprocessing import forkserver
-from typing import Any
 from unittest import mock
 
 import torch
@@ -24,7 +20,7 @@ _server = forkserver.ForkServer()
 
 
 @contextmanager
-def processes_with_gpus() -> Iterator[None]:
+def processes_with_gpus():
     """Until the end of the block a process that `megamix.tools.ranks.forkserver` starts is of a machine with GPUs. This
     one, which has none, computes its reference on the CPU.
     """
@@ -36,7 +32,7 @@ def processes_with_gpus() -> Iterator[None]:
         yield
 
 
-def on_gpu(seed: int, counts: bool, case: Callable[..., Any], *args: Any) -> Any:
+def on_gpu(seed, counts, case, *args):
     """Run a case on this rank: no step of it may make the host wait, and no thread may touch another rank's GPU.
 
     `seed`: of the delays of all collectives. `counts`: covered lines, on the first rank.
@@ -57,7 +53,7 @@ def on_gpu(seed: int, counts: bool, case: Callable[..., Any], *args: Any) -> Any
     return answer
 
 
-def on_default_gpu(case: Callable[..., Any], *args: Any) -> Any:
+def on_default_gpu(case, *args):
     """Run a case that was written for the CPU: what it makes without a word about the device is on the GPU."""
     with devices.default_device("simulated"):
         return case(*args)

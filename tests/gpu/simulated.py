@@ -5,17 +5,13 @@ beside the host, is not simulated; what the host may rely on is. Whatever makes 
 what it is and by place, and may be refused.
 """
 
-from __future__ import annotations
-
 import ctypes
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from types import FrameType, SimpleNamespace
-from typing import Any
+from types import SimpleNamespace
 
 assert "torch" not in sys.modules, "import tests.gpu.simulated before torch, which asks once what devices there are"
 
@@ -30,19 +26,19 @@ NAME = "NVIDIA H100 80GB HBM3"
 ROOT = Path(__file__).parents[2]
 TESTS = f"{ROOT}/tests/"
 
-waits: Counter[tuple[str, str]] = Counter()  # what made the host wait for the device, and where
+waits = Counter()  # what made the host wait for the device, and where
 _refusing = 0  # blocks under way in which nothing may
 _mode = "default"  # torch's own way to say so: "error" where nothing may
 
 
 @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.c_char_p)
-def _told(kind: bytes, what: bytes) -> int:
+def _told(kind, what):
     """Count a wait; 1 refuses it. The library's thread may be autograd's own, without a frame of Python."""
     return note_wait(f"{kind.decode()}: {what.decode()}")
 
 
-def note_wait(what: str) -> int:
-    frame: FrameType | None = sys._getframe(1)
+def note_wait(what):
+    frame = sys._getframe(1)
     while frame is not None and not _is_ours(frame):
         frame = frame.f_back
     file = frame.f_code.co_filename if frame is not None else "backward"
@@ -52,7 +48,7 @@ def note_wait(what: str) -> int:
     return int((_refusing > 0 or _mode == "error") and (not file.startswith(TESTS) or file.startswith(f"{TESTS}gpu/")))
 
 
-def _is_ours(frame: FrameType) -> bool:
+def _is_ours(frame):
     file = frame.f_code.co_filename
     return file.startswith(f"{ROOT}/") and "site-packages" not in file and file != __file__
 
@@ -61,7 +57,7 @@ _library.on_told(_told)
 
 
 @contextmanager
-def host_may_not_wait() -> Iterator[None]:
+def host_may_not_wait():
     """Refuse all that makes the host wait for the device until the end of the block, in any thread."""
     global _refusing
     _refusing += 1
@@ -74,23 +70,23 @@ def host_may_not_wait() -> Iterator[None]:
 class Event:
     """Complete once the host has waited for it, or for something behind it: not before, however long ago it was."""
 
-    def __init__(self, enable_timing: bool = False, **_: Any):
+    def __init__(self, enable_timing=False, **_):
         self._timed, self._until, self._s = enable_timing, 0, 0.0
 
-    def record(self, stream: object = None) -> None:
+    def record(self, stream=None):
         ops.enter()
         self._until, self._s = ops.issued(), time.perf_counter()
 
-    def query(self) -> bool:
+    def query(self):
         return bool(ops.landed() >= self._until)
 
-    def synchronize(self) -> None:
+    def synchronize(self):
         assert self._s, "synchronize() of an event that was not recorded"
         ops.enter()
         note_wait("synchronize of an event")
         ops.land(self._until)
 
-    def elapsed_time(self, end: Event) -> float:
+    def elapsed_time(self, end):
         assert all(event._timed for event in (self, end)), "both events must have been made with enable_timing=True"
         assert all(event.query() for event in (self, end)), "CUDA error: device not ready"
         return 1e3 * (end._s - self._s)
@@ -99,28 +95,28 @@ class Event:
 class Stream:
     """Do at once what is put on one."""
 
-    def __init__(self, device: object = None):
+    def __init__(self, device=None):
         pass
 
 
-def synchronize(device: object = None) -> None:
+def synchronize(device=None):
     note_wait("synchronize of a device")
     ops.land(ops.issued())
 
 
-def _set_sync_debug_mode(mode: str) -> None:
+def _set_sync_debug_mode(mode):
     global _mode
     _mode = mode
 
 
-def _exchange_device(to: int) -> int:
+def _exchange_device(to):
     before = ops.current_device()
     if to >= 0:
         ops.set_device(to)
     return int(before)
 
 
-def _index(device: Any = None) -> int:
+def _index(device=None):
     index = device if isinstance(device, int) else getattr(torch.device(device or "cuda"), "index", None)
     return int(ops.current_device()) if index is None else index
 
@@ -128,7 +124,7 @@ def _index(device: Any = None) -> int:
 _resize_on_cpu = torch.UntypedStorage.resize_
 
 
-def _resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+def _resize(storage, size):
     """Functions for a GPU's memory that torch's CPU build lacks."""
     if storage.device.type == "cpu":
         return _resize_on_cpu(storage, size)

@@ -2,14 +2,9 @@
 peak memory of the card; a bench of the host is refused there by name.
 """
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -18,7 +13,7 @@ import torch
 from megamix.cli import main
 from megamix.model import layers
 from megamix.tools.bench import benches, ranks
-from megamix.tools.bench.sides import Autocast, Ours, plain
+from megamix.tools.bench.sides import Ours, plain
 from tests.gpu.pools import processes_with_gpus
 from tests.tools.bench.tiny import WORK, fork_ranks
 
@@ -26,7 +21,7 @@ H100 = "NVIDIA H100 80GB HBM3"
 
 
 @pytest.fixture
-def a_card(gpu_ranks: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def a_card(gpu_ranks, monkeypatch):
     """Give this machine one simulated GPU."""
     known = {
         "is_available": True, "device_count": 1, "get_device_name": H100, "is_initialized": False,
@@ -41,7 +36,7 @@ def a_card(gpu_ranks: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch)
         yield
 
 
-def _bench(capsys: pytest.CaptureFixture[str], tmp_path: Path, *flags: str) -> list[dict[str, Any]]:
+def _bench(capsys, tmp_path, *flags):
     output = ["--output", str(tmp_path / "lines.jsonl")]
     assert main(["bench", *flags, "--rounds", "2", "--json", *output]) == 0
     printed = capsys.readouterr().out
@@ -49,14 +44,12 @@ def _bench(capsys: pytest.CaptureFixture[str], tmp_path: Path, *flags: str) -> l
     return [json.loads(line) for line in printed.splitlines()]
 
 
-def _fails(work: Any) -> Autocast:
+def _fails(work):
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 
 
 @pytest.mark.usefixtures("a_card")
-def test_sides_take_turns_on_the_card(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sides_take_turns_on_the_card(capsys, tmp_path, monkeypatch):
     monkeypatch.setitem(benches.SIDES, "fsdp2", _fails)
     begin, *rounds, last = _bench(capsys, tmp_path, "train", "--sides", "ours,plain,muon,fsdp2")
     assert (begin["machine"]["device"], begin["machine"]["cards"]) == (H100, 1)
@@ -79,9 +72,7 @@ def test_sides_take_turns_on_the_card(
 
 
 @pytest.mark.usefixtures("a_card")
-def test_a_side_that_fails_alone_leaves_the_others_their_turns(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_side_that_fails_alone_leaves_the_others_their_turns(capsys, tmp_path, monkeypatch):
     monkeypatch.setitem(benches.SIDES, "fsdp2", _fails)
     monkeypatch.setattr(benches, "sides_at_once", lambda *_: 1)  # as on a card that holds the state of one
     _, *rounds, last = _bench(capsys, tmp_path, "train", "--sides", "fsdp2,ours")
@@ -90,7 +81,7 @@ def test_a_side_that_fails_alone_leaves_the_others_their_turns(
 
 
 @pytest.mark.usefixtures("a_card")
-def test_the_update_is_of_the_card(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_update_is_of_the_card(capsys, tmp_path):
     begin, one, two, last = _bench(capsys, tmp_path, "update")
     assert begin["settings"]["device"] == "cuda"
     assert [one["round"], two["round"]] == [1, 2]
@@ -99,7 +90,7 @@ def test_the_update_is_of_the_card(capsys: pytest.CaptureFixture[str], tmp_path:
 
 
 @pytest.mark.usefixtures("a_card")
-def test_what_measures_the_host_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_measures_the_host_is_refused_by_name(capsys):
     for what in ("step", "host"):
         assert main(["bench", what, "--device", "cuda"]) == 2
         said = f"--device: got cuda, but {what} is not measured on 1 GPU(s); name one of update, train, startup"
@@ -110,7 +101,7 @@ def test_what_measures_the_host_is_refused_by_name(capsys: pytest.CaptureFixture
     assert "--size: only whole steps have it" in capsys.readouterr().err
 
 
-def _sides_of_an_old_card() -> list[tuple[torch.dtype, list[float]]]:
+def _sides_of_an_old_card():
     """Train ours and plain torch on a card without BF16, whose weights nobody draws on the host."""
     with (
         mock.patch.object(torch.cuda, "is_bf16_supported", lambda including_emulation: False),
@@ -120,20 +111,20 @@ def _sides_of_an_old_card() -> list[tuple[torch.dtype, list[float]]]:
         for build in (Ours, plain):
             rank = ranks.TrainRank(ranks.Side("", build), replace(WORK, device="cuda"))
             losses = rank.losses(3)
-            side: Any = rank._built()
+            side = rank._built()
             trained.append((side.engine.buckets[0].params.dtype if build is Ours else side._dtype, losses))
         assert side._scaler.is_enabled()
         return trained
 
 
-def test_a_card_without_bf16_trains_in_fp16(gpu_ranks: Callable[..., list[Any]]) -> None:
+def test_a_card_without_bf16_trains_in_fp16(gpu_ranks):
     (((ours, losses), (theirs, others)),) = gpu_ranks(_sides_of_an_old_card, 1)
     assert ours == theirs == torch.float16
     assert losses == pytest.approx(others, abs=2e-2)
     assert losses[2] < losses[0]
 
 
-def test_a_smaller_card_gets_less_work() -> None:
+def test_a_smaller_card_gets_less_work():
     small, large = benches.SIZES["124M"], replace(benches.SIZES["1.3B"], device="cuda")
     sizes = {}
     for gib in (15, 40, 80, 140):

@@ -2,10 +2,6 @@
 has not arrived before it is awaited, and pinned memory is not free before that.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,7 +10,7 @@ from megamix.mixed_precision.examination import count_exponents
 from megamix.mixed_precision.step import put_table
 
 
-def fresh_memory() -> None:
+def fresh_memory():
     """It is garbage, and counted."""
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -26,7 +22,7 @@ def fresh_memory() -> None:
     assert torch.cuda.memory_allocated() == before
 
 
-def pinned_copies() -> None:
+def pinned_copies():
     """One is there once it was waited for, and its memory in use until then."""
     there, arrived = torch.ones(3, device="cuda"), torch.zeros(3, pin_memory=True)
     arrived.copy_(there, non_blocking=True)
@@ -43,7 +39,7 @@ def pinned_copies() -> None:
         torch.cuda.synchronize()
 
 
-def gradients() -> None:
+def gradients():
     """They are those of a CPU."""
     model = torch.nn.Sequential(torch.nn.Embedding(9, 8), torch.nn.LayerNorm(8), torch.nn.Linear(8, 9))
     grads = []
@@ -55,7 +51,7 @@ def gradients() -> None:
     assert all(map(torch.equal, *grads))
 
 
-def exponents() -> None:
+def exponents():
     """Counted in lanes they are those of a CPU."""
     values, found = torch.randn(5000), []
     for device in ("cuda", "cpu"):
@@ -66,7 +62,7 @@ def exponents() -> None:
     assert sum(found[0]) == 5000
 
 
-def tables_of_the_host() -> None:
+def tables_of_the_host():
     """They reach the GPU from pinned memory, whatever torch's default device is."""
     with torch.device("cuda"):
         table = put_table([1.0, 2.0], torch.device("cuda"))
@@ -74,12 +70,12 @@ def tables_of_the_host() -> None:
     assert table.tolist() == [1.0, 2.0]
 
 
-def nothing_to_send() -> None:
+def nothing_to_send():
     """A rank may have nothing to give and nothing to get, in memory at no address."""
     dist.all_to_all_single(*torch.empty(2, 0, device="cuda"), [0], [0])
 
 
-def devices_do_not_mix() -> None:
+def devices_do_not_mix():
     here, other = torch.ones(3, device="cuda"), torch.ones(3, device="cuda:1")
     for mix in (lambda: here + torch.ones(3), lambda: here + other, lambda: torch.ones(3).add_(here)):
         with pytest.raises(RuntimeError, match="to be on the same device"):
@@ -91,10 +87,10 @@ def devices_do_not_mix() -> None:
 @pytest.mark.parametrize(
     "case", [fresh_memory, pinned_copies, gradients, exponents, tables_of_the_host, nothing_to_send]
 )
-def test_a_simulated_gpu_is_like_one(gpu_ranks, case: Callable[[], None]) -> None:
+def test_a_simulated_gpu_is_like_one(gpu_ranks, case):
     gpu_ranks(case, 1)
 
 
-def test_a_touch_of_another_gpu_is_told(gpu_ranks) -> None:
+def test_a_touch_of_another_gpu_is_told(gpu_ranks):
     with pytest.raises(RuntimeError, match=r"rank 0 has touched the GPUs \[0, 1\]"):
         gpu_ranks(devices_do_not_mix, 1)

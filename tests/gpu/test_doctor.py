@@ -3,14 +3,11 @@ blocks and steps without host waits are right, and work that an H100 does faster
 faults: a kernel that writes zeros, a host wait, a wrong sum of NCCL's, a norm 2 % off, half the bandwidth.
 """
 
-from __future__ import annotations
-
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -20,7 +17,6 @@ from torch import Tensor
 from megamix.cli import main
 from megamix.config import ModelConfig
 from megamix.mixed_precision.engine import ShardedEngine
-from megamix.mixed_precision.step import StepResult
 from megamix.model import wide
 from megamix.model.ops import Ops
 from megamix.tools.bench import ranks as bench_ranks
@@ -41,14 +37,14 @@ NOT_HERE = ["port", "train 3 M"]
 class Pool(RankPool):
     """Nothing is compiled there, and each side trains as ours: torch's own ways are not simulated."""
 
-    def __init__(self, *args: Any, environment: object = None, **settings: Any):
+    def __init__(self, *args, environment=None, **settings):
         super().__init__(*args, **settings)  # a new interpreter would have no simulated GPU
 
-    def call(self, function: Callable[..., Any], *args: Any, **limits: Any) -> list[Any]:
+    def call(self, function, *args, **limits):
         return super().call(on_gpu, 0, True, _uncompiled, function, *args, **limits)
 
 
-def _uncompiled(function: Callable[..., Any], *args: Any) -> Any:
+def _uncompiled(function, *args):
     with (
         mock.patch.object(torch, "compile", lambda module, **_: module),
         mock.patch.dict(ranks.SIDES, dict.fromkeys(ranks.SIDES, ranks.SIDES["ours"])),
@@ -58,7 +54,7 @@ def _uncompiled(function: Callable[..., Any], *args: Any) -> Any:
 
 
 @pytest.fixture
-def two_cards(sound: None, gpu_ranks: object, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:  # noqa: F811
+def two_cards(sound, gpu_ranks, monkeypatch):  # noqa: F811
     """Fake a machine with two sound cards, and the time to measure them."""
     monkeypatch.setattr(measured, "RankPool", Pool)
     for name, answer in {"torch": FACTS, "cards": (with_cards({}, {}), ""), "pci": 2}.items():
@@ -71,14 +67,14 @@ def two_cards(sound: None, gpu_ranks: object, monkeypatch: pytest.MonkeyPatch) -
         yield
 
 
-def _marks(capsys: pytest.CaptureFixture[str]) -> dict[str, tuple[str, str]]:
+def _marks(capsys):
     """Return the mark and the text of each line of the page, by check."""
     lines = capsys.readouterr().out.splitlines()
     return {line[7:22].strip(): (line[:7].strip(), line[23:]) for line in lines[:-1] if line[0] != " "}
 
 
 @pytest.mark.usefixtures("two_cards")
-def test_a_page_has_a_verdict_on_each_part(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_page_has_a_verdict_on_each_part(capsys):
     assert main(["doctor"]) == 0
     marks = {check: mark for check, (mark, _) in _marks(capsys).items()}
     want = dict.fromkeys(OK, "ok") | dict.fromkeys(SLOW, "SLOW")
@@ -86,10 +82,10 @@ def test_a_page_has_a_verdict_on_each_part(capsys: pytest.CaptureFixture[str]) -
     assert [check for check, mark in marks.items() if mark == "-"] == NOT_HERE
 
 
-def kernel_writes_zeros() -> Any:
+def kernel_writes_zeros():
     right = wide.SwiGLU.backward
 
-    def wrong(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    def wrong(ctx, grad):
         return tuple(
             torch.zeros_like(slope) if grad.dtype == torch.bfloat16 and slope is not None else slope
             for slope in right(ctx, grad)
@@ -98,19 +94,19 @@ def kernel_writes_zeros() -> Any:
     return mock.patch.object(wide.SwiGLU, "backward", staticmethod(wrong))
 
 
-def norm_is_off() -> Any:
+def norm_is_off():
     right = Ops.rms_norm
 
-    def wrong(self: Ops, x: Tensor, *args: Any) -> Tensor:
+    def wrong(self, x, *args):
         return right(self, x, *args) * (1.02 if x.dtype == torch.bfloat16 else 1)
 
     return mock.patch.object(Ops, "rms_norm", wrong)
 
 
-def host_waits() -> Any:
+def host_waits():
     right = ShardedEngine.step
 
-    def wrong(self: ShardedEngine) -> StepResult:
+    def wrong(self):
         result = right(self)
         assert result.loss.item() > 0
         return result
@@ -118,23 +114,23 @@ def host_waits() -> Any:
     return mock.patch.object(ShardedEngine, "step", wrong)
 
 
-def nccl_loses_a_rank() -> Any:
+def nccl_loses_a_rank():
     from tests.gpu import nccl
 
     return mock.patch.object(nccl, "_sum", lambda parts, opts, right=nccl._sum: right(parts[:-1], opts))
 
 
 @contextmanager
-def card_of(bandwidth: float) -> Iterator[None]:
+def card_of(bandwidth):
     """A clock that goes on as an H100's products and copies take it."""
     now_s, copy_, mm = 0.0, Tensor.copy_, torch.mm
 
-    def timed_copy(self: Tensor, source: Tensor, **how: Any) -> Tensor:
+    def timed_copy(self, source, **how):
         nonlocal now_s
         now_s += (self.nbytes + source.nbytes) / bandwidth if source.is_cuda else self.nbytes / 50e9
         return copy_(self, source, **how)
 
-    def timed_mm(one: Tensor, other: Tensor, **how: Any) -> Tensor:
+    def timed_mm(one, other, **how):
         nonlocal now_s
         now_s += 2 * len(one) ** 3 / 700e12
         return mm(one, other, **how)
@@ -148,7 +144,7 @@ def card_of(bandwidth: float) -> Iterator[None]:
 
 
 # Planted faults: the check that runs, and the line that names them.
-FAULTS: dict[str, tuple[Callable[[], Any], str, str, str, str]] = {
+FAULTS = {
     "no fault, of blocks": (nullcontext, "compiled blocks", "compiled blocks", "ok", "21 kinds"),
     "no fault, of NCCL": (nullcontext, "collectives", "collectives", "ok", "9 kinds"),
     "no fault, of copies": (partial(card_of, 3e12), "device", "copy", "ok", "3,000.0 GB/s"),
@@ -168,20 +164,18 @@ FAULTS: dict[str, tuple[Callable[[], Any], str, str, str, str]] = {
 class FaultyPool(Pool):
     fault = ""
 
-    def call(self, function: Callable[..., Any], *args: Any, **limits: Any) -> list[Any]:
+    def call(self, function, *args, **limits):
         return super().call(_with_fault, self.fault, function, *args, **limits)
 
 
-def _with_fault(fault: str, function: Callable[..., Any], *args: Any) -> Any:
+def _with_fault(fault, function, *args):
     with FAULTS[fault][0]():
         return function(*args)
 
 
 @pytest.mark.usefixtures("two_cards")
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_named(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, fault: str
-) -> None:
+def test_a_planted_fault_is_named(capsys, monkeypatch, fault):
     monkeypatch.setattr(measured, "RankPool", FaultyPool)
     monkeypatch.setattr(FaultyPool, "fault", fault)
     _, only, check, mark, said = FAULTS[fault]
@@ -192,7 +186,7 @@ def test_a_planted_fault_is_named(
     assert re.search(said, marks[name][1])
 
 
-def test_every_other_rank_has_a_link(gpu_ranks: Callable[..., list[Any]]) -> None:
+def test_every_other_rank_has_a_link(gpu_ranks):
     by_rank = gpu_ranks(ranks.seconds_by_source, 2, 1024)
     assert [[(source, seconds > 0) for source, seconds in taken] for taken in by_rank] == [[(1, True)], [(0, True)]]
 
@@ -203,21 +197,21 @@ class Graph:
     captured: Callable[[], Tensor]
     loss: Tensor
 
-    def replay(self) -> None:
+    def replay(self):
         self.loss.copy_(self.captured())
 
 
-def _captured_off() -> dict[str, float]:
+def _captured_off():
     """Return for each step 0 if a CUDA graph's replay has the loss of a plain step, else 1. In the capture the host can
     wait for nothing.
     """
     from tests.gpu import simulated
 
-    def refuse(self: object) -> None:
+    def refuse(self):
         raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
 
     @contextmanager
-    def capture(graph: Graph, stream: object) -> Iterator[None]:
+    def capture(graph, stream):
         with (
             simulated.host_may_not_wait(), mock.patch.object(simulated.Event, "synchronize", refuse),
             mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: True),
@@ -226,12 +220,12 @@ def _captured_off() -> dict[str, float]:
 
     made = []
 
-    def make_step() -> Callable[[], Tensor]:
+    def make_step():
         """Return a step; while it is captured, another engine takes it, and this one none."""
         step, another = make(), make()
         made.append(step)
 
-        def run() -> Tensor:
+        def run():
             if not torch.cuda.is_current_stream_capturing():
                 another()
                 return step()
@@ -247,7 +241,7 @@ def _captured_off() -> dict[str, float]:
         return _uncompiled(_replayed_off)
 
 
-def _replayed_off() -> dict[str, float]:
+def _replayed_off():
     plain, step, stream = ranks._make_step(), ranks._make_step(), torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for _ in range(3):
@@ -262,5 +256,5 @@ def _replayed_off() -> dict[str, float]:
     return off
 
 
-def test_a_captured_step_asks_the_host_nothing(gpu_ranks: Callable[..., list[Any]]) -> None:
+def test_a_captured_step_asks_the_host_nothing(gpu_ranks):
     assert gpu_ranks(_captured_off, 1) == [{f"loss {number}": 0.0 for number in range(5)}]

@@ -2,19 +2,17 @@
 many operations for any number of experts.
 """
 
-from __future__ import annotations
-
 import expert_kernels
 
 from tests.gpu.expert_kernels import PRODUCTS, count
 
 
-def test_the_page_has_the_table_of_a_layer() -> None:
+def test_the_page_has_the_table_of_a_layer():
     page = expert_kernels.PAGE.read_text(encoding="utf-8")
     assert page == expert_kernels.with_table(page), "write it: python docs/expert_kernels.py"
 
 
-def test_products_take_what_their_sizes_say_and_experts_no_operations() -> None:
+def test_products_take_what_their_sizes_say_and_experts_no_operations():
     rows, hidden, inner = 8192 * 8, 2048, 768
     forward, backward = count(1)
     matrices = 128 * hidden * inner

@@ -3,35 +3,30 @@ numbers of rows once for each layer and micro-batch, and not again where backwar
 reads them once for its three products.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from itertools import pairwise
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from megamix.config import Config
-from megamix.run.batch_plan import BatchPlan
+from tests.builders import run_on_ranks, tiny_job
 from tests.gpu.test_jobs import READOUT
 from tests.model.grouped import grouped_products
-from tests.train.jobs import Record, attempts_recorded, run_on_ranks, tiny_job
+from tests.train.recorded import Record, attempts_recorded
 
 FIRST, STEADY = 4, 4
-EXPERTS: dict[str, Any] = {
+EXPERTS = {
     "num_experts": 8, "top_k": 2, "ffn_hidden_size": 24, "shared_ffn_hidden_size": 16, "balance_loss": 0.01,
     "z_loss": 0.001,
 }  # fmt: skip
 
 
-def _waits(config: Config) -> Counter[str]:
+def _waits(config):
     """Return what has made the host wait for the device in STEADY attempts of a job, and where."""
     from tests.gpu import simulated
 
     seen = []
 
-    def note(plan: BatchPlan) -> None:
+    def note(plan):
         if plan.launched in (FIRST, FIRST + STEADY):
             seen.append(Counter({f"{what} at {place}": count for (what, place), count in simulated.waits.items()}))
 
@@ -51,18 +46,21 @@ def _waits(config: Config) -> Counter[str]:
     ],
 )
 def test_a_step_reads_the_numbers_of_rows_where_ranks_exchange_them_and_nothing_else(
-    gpu_ranks, data: Path, tmp_path: Path, dtype: str, place: dict[str, Any], recompute: str, reads: int
-) -> None:
+    gpu_ranks, data, tmp_path, dtype, place, recompute, reads
+):
     rule = {"bf16": {"rule": "off"}, "fp16": {"rule": "static", "init_scale": 1024.0}}[dtype]
     config = tiny_job(
         tmp_path,
         tokens=data,
-        model={"experts": EXPERTS, "recompute": recompute},
-        data={"valid": None},
-        precision={"dtype": dtype, "loss_scale": rule},
-        training={"steps": FIRST + STEADY + 1, "eval_interval": 0},
+        experts=EXPERTS,
+        recompute=recompute,
+        valid=None,
+        dtype=dtype,
+        loss_scale=rule,
+        steps=FIRST + STEADY + 1,
+        eval_interval=0,
         parallelism=place,
-        metrics={"log_interval": 1000},
+        log_interval=1000,
     )
     layers, micro_batches = 2, 2
     reader = "parallel/expert_parallel" if place else "model/ops"

@@ -2,35 +2,29 @@
 no alarm under any delays, and trains what Gloo's ranks train, bit for bit.
 """
 
-from __future__ import annotations
-
 import datetime
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from megamix import AdamW, DynamicLossScale, Precision, ShardedEngine, Sharding
 from megamix.comm.collectives import NcclCollectives, Pending
 from megamix.mixed_precision.bucket import Bucket
 from megamix.mixed_precision.grad_reduce import GradReduce
 from megamix.mixed_precision.param_gather import ParamGather
-from megamix.mixed_precision.settings import ReduceDtype
 from megamix.tools.ranks import RankFailure
 from megamix.tools.verify.core.observed_step import rank_device
+from tests.builders import loss_of, make_batch, make_model
 from tests.conftest import FULL
-from tests.distributed.models import loss_of, make_batch, make_model
 
 
-def _train(reduce_dtype: ReduceDtype = "half", steps: int = 4) -> list[Tensor]:
+def _train(reduce_dtype="half", steps=4):
     """Train as a user's loop does, in which nobody waits between two steps; return losses and weights."""
     device = rank_device()
     model = make_model(tied=False).to(device)
@@ -44,21 +38,21 @@ def _train(reduce_dtype: ReduceDtype = "half", steps: int = 4) -> list[Tensor]:
     return [torch.stack(losses).cpu(), *(weight.cpu() for weight in engine.full_weights().values())]
 
 
-def _in_step(harm: Callable[[Tensor], object]) -> object:
+def _in_step(harm):
     """Do something to the scale within each step."""
     right = DynamicLossScale.update_
 
-    def wrong(self: DynamicLossScale, *seen: Tensor) -> None:
+    def wrong(self, *seen):
         harm(self.loss_scale)
         right(self, *seen)
 
     return mock.patch.object(DynamicLossScale, "update_", wrong)
 
 
-def forward_does_not_wait() -> object:
-    kept: list[object] = []  # dropped it would wait
+def forward_does_not_wait():
+    kept = []  # dropped it would wait
 
-    def wrong(self: ParamGather, buckets: Sequence[Bucket]) -> None:
+    def wrong(self, buckets):
         for bucket in self._buckets:
             kept.append(bucket.gather_pending)
             bucket.gather_pending = None
@@ -66,25 +60,25 @@ def forward_does_not_wait() -> object:
     return mock.patch.object(ParamGather, "wait", wrong)
 
 
-def bucket_launched_too_early() -> object:
+def bucket_launched_too_early():
     right = GradReduce._in_turn
     return mock.patch.object(GradReduce, "_in_turn", lambda self, **_: right(self, all_are_full=True))
 
 
-def scratch_shared_too_early() -> object:
+def scratch_shared_too_early():
     right = NcclCollectives.reduce_scatter
 
-    def wrong(self: NcclCollectives, *args: object) -> Pending:
+    def wrong(self, *args):
         self._exchanges = deque((scratch, Pending()) for scratch, _ in self._exchanges)
         return right(self, *args)
 
     return mock.patch.object(NcclCollectives, "reduce_scatter", wrong)
 
 
-def freed_while_in_use() -> object:
+def freed_while_in_use():
     right = Bucket.launch_sum
 
-    def wrong(self: Bucket, *args: Any) -> Pending:
+    def wrong(self, *args):
         pending = right(self, *args)
         self.grads.untyped_storage().resize_(0)
         return pending
@@ -92,7 +86,7 @@ def freed_while_in_use() -> object:
     return mock.patch.object(Bucket, "launch_sum", wrong)
 
 
-def two_groups(*, crossed: bool) -> None:
+def two_groups(*, crossed):
     """Two groups share a stream; if `crossed`, one rank issues their collectives the other way round."""
     from tests.gpu import nccl
 
@@ -107,7 +101,7 @@ def two_groups(*, crossed: bool) -> None:
 
 
 @contextmanager
-def group_of_some_ranks() -> Iterator[None]:
+def group_of_some_ranks():
     """Of a world that is bound to its devices a group is split, for which every rank must come."""
     world = dist.group.WORLD
     world.bound_device_id, world._timeout_s = torch.device("cuda", dist.get_rank()), 3.0
@@ -118,7 +112,7 @@ def group_of_some_ranks() -> Iterator[None]:
 
 WAITS = "where the host must not wait for the device"
 IN_FLIGHT = ", which has not been waited for"
-FAULTS: dict[str, tuple[Callable[[], Any], str]] = {
+FAULTS = {
     "forward does not wait": (forward_does_not_wait, rf"reads memory of all_gather.*{IN_FLIGHT}"),
     "update does not wait": (
         lambda: mock.patch.object(GradReduce, "wait", lambda self, bucket: None),
@@ -153,24 +147,24 @@ FAULTS: dict[str, tuple[Callable[[], Any], str]] = {
 }  # fmt: skip
 
 
-def _train_with(fault: str) -> None:
+def _train_with(fault):
     with FAULTS[fault][0]():
         _train("half_fp32_sum" if "scratch" in fault else "half")
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_named(gpu_ranks, fault: str) -> None:
+def test_a_planted_fault_is_named(gpu_ranks, fault):
     with pytest.raises(RankFailure, match=FAULTS[fault][1]):
         gpu_ranks(_train_with, 2, fault, deadline_s=30.0)
 
 
 @pytest.mark.parametrize("reduce_dtype", ["half", "half_fp32_sum"])
-def test_no_delays_raise_an_alarm_or_change_a_bit(run_ranks, gpu_ranks, reduce_dtype: ReduceDtype) -> None:
+def test_no_delays_raise_an_alarm_or_change_a_bit(run_ranks, gpu_ranks, reduce_dtype):
     want = run_ranks(_train, 2, reduce_dtype)
     for run in range(20 if FULL else 2):
         for got, expected in zip(gpu_ranks(_train, 2, reduce_dtype, seed=run % 5), want, strict=True):
             assert all(map(torch.equal, got, expected)), f"seed of delays {run % 5}"
 
 
-def test_groups_in_one_order_share_a_stream(gpu_ranks) -> None:
+def test_groups_in_one_order_share_a_stream(gpu_ranks):
     gpu_ranks(partial(two_groups, crossed=False), 2)

@@ -2,8 +2,6 @@
 process, and a planted fault of NCCL is told. Its update and its profile: test_bench, test_jobs.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -29,7 +27,7 @@ for finding in first_parts.smoke():
 
 
 @pytest.mark.parametrize("planted", [[], ["tests.gpu.loses_a_rank"]])
-def test_the_smoke_of_two_cards(gpu_ranks: object, planted: list[str]) -> None:
+def test_the_smoke_of_two_cards(gpu_ranks, planted):
     run = subprocess.run([sys.executable, "-c", SMOKE, *planted], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr
     findings = [json.loads(line) for line in run.stdout.splitlines()]

@@ -3,10 +3,7 @@ one for each weight; no codes of weights are kept from forward to backward, whic
 designed.
 """
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 
@@ -19,7 +16,7 @@ TOKENS, HIDDEN, KV = 4096, 4096, 1024
 @pytest.mark.skipif(
     not FULL or h100.search_path() is None or library.missing() is not None, reason="compiles for a minute: --full"
 )
-def test_norm_and_codes_are_one_kernel_and_each_weight_another(tmp_path: Path) -> None:
+def test_norm_and_codes_are_one_kernel_and_each_weight_another(tmp_path):
     h100.run("tests.gpu.fp8_kernels", tmp_path)
     found = json.loads((tmp_path / "fp8.json").read_text())
     forward, _ = found["rowwise"]["kernels"]

@@ -3,17 +3,13 @@ design says, without spills or FP64, in one graph for all lengths; in Triton's i
 plain functions give.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os
-from pathlib import Path
 
 import gpu_kernels
 import pytest
 import torch
-from torch import Tensor
 
 from megamix.comm.collectives import sum_in_rank_order
 from megamix.machine import torch_version
@@ -35,7 +31,7 @@ UPDATE = "update, {}, {}, sums in {}"
 
 
 @pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     """Made once, by the first process that needs it."""
     folder = tmp_path_factory.getbasetemp()
     folder = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "h100"
@@ -48,18 +44,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def made(folder: Path) -> dict[str, dict]:
+def made(folder):
     return {kernel["name"]: kernel for kernel in json.loads((folder / "kernels.json").read_text())}
 
 
-def test_each_function_is_one_kernel_for_all_lengths_in_registers(made: dict[str, dict]) -> None:
+def test_each_function_is_one_kernel_for_all_lengths_in_registers(made):
     for name, kernel in made.items():
         assert (len(kernel["sources"]), kernel["recompiled"]) == (1, 0), name
         code = kernel["machine"]
         assert (code["registers"] <= 80, code["spills"], code["doubles"]) == (True, 0, 0), name
 
 
-def test_an_update_moves_the_least_in_whole_vectors(made: dict[str, dict]) -> None:
+def test_an_update_moves_the_least_in_whole_vectors(made):
     assert [name for name in made if name.startswith("update")] == [UPDATE.format(*update) for update in UPDATES]
     for optimizer, half, sums in UPDATES:
         kernel, states = made[UPDATE.format(optimizer, half, sums)], len(STATES[optimizer])
@@ -79,13 +75,13 @@ SUMS = {
 
 
 @pytest.mark.parametrize(("name", "size"), (STATISTICS | SUMS).items())
-def test_statistics_and_sums_read_each_part_once_in_whole_vectors_and_one_order(made, name: str, size: int) -> None:
+def test_statistics_and_sums_read_each_part_once_in_whole_vectors_and_one_order(made, name, size):
     kernel, code = made[name], made[name]["machine"]
     assert kernel["bytes"] == {"element": size, "row": 8}
     assert code["widths"] == {"128": code["block"] * 64 * size // 16 // code["threads"], "32": 2}  # a row's results
 
 
-def test_the_slopes_of_the_loss_take_no_scalar_accesses_to_logits(made: dict[str, dict]) -> None:
+def test_the_slopes_of_the_loss_take_no_scalar_accesses_to_logits(made):
     kernel = made["loss slopes, BF16"]
     assert kernel["bytes"]["element"] == 10  # logits twice, for the sum and for each share, and the slope
     widths = kernel["machine"]["widths"]
@@ -94,12 +90,12 @@ def test_the_slopes_of_the_loss_take_no_scalar_accesses_to_logits(made: dict[str
 
 
 @pytest.mark.skipif(torch_version() < (2, 13), reason="the page has the kernels of torch 2.13")
-def test_the_page_has_the_table_of_these_kernels(made: dict[str, dict]) -> None:
+def test_the_page_has_the_table_of_these_kernels(made):
     page = gpu_kernels.PAGE.read_text(encoding="utf-8")
     assert page == gpu_kernels.with_table(page, [*made.values()]), "write it: python docs/gpu_kernels.py"
 
 
-def test_the_interpreter_gets_from_the_kernels_what_the_plain_functions_give(folder: Path, made: dict) -> None:
+def test_the_interpreter_gets_from_the_kernels_what_the_plain_functions_give(folder, made):
     before = {UPDATE.format(*update): [_tensors(*update, gated) for gated in (False, True)] for update in UPDATES}
     before |= {name: [_parts(name)] for name in ("statistics, sums in BF16", *SUMS)}
     torch.save(before, folder / "before.pt")
@@ -122,12 +118,12 @@ def test_the_interpreter_gets_from_the_kernels_what_the_plain_functions_give(fol
         assert ((sums - exact[0]).abs() <= 64 * EPS * exact[0]).all()
 
 
-def _random(dtype: str, rows: int = kernels.ROWS) -> Tensor:
+def _random(dtype, rows=kernels.ROWS):
     values = torch.randn(64 * rows, generator=torch.Generator().manual_seed(0)) * 100
     return values.to(kernels.DTYPES[dtype])
 
 
-def _parts(name: str) -> dict[str, Tensor]:
+def _parts(name):
     nothing = torch.full((66 * kernels.ROWS,), float("nan"))
     grad, rows = nothing.split([64 * kernels.ROWS, 2 * kernels.ROWS])
     if name in STATISTICS:
@@ -135,7 +131,7 @@ def _parts(name: str) -> dict[str, Tensor]:
     return {"parts": _random(name.split()[4], kernels.ROWS * kernels.OWNERS), "grad": grad, "rows": rows}
 
 
-def _tensors(name: str, half: str, sums: str, gated: bool) -> dict[str, Tensor]:
+def _tensors(name, half, sums, gated):
     """By the names of the kernel's arguments."""
     generator, grad, half_dtype = torch.Generator().manual_seed(1), _random(sums), kernels.DTYPES[half]
     master = torch.randn(len(grad), generator=generator)
@@ -154,7 +150,7 @@ def _tensors(name: str, half: str, sums: str, gated: bool) -> dict[str, Tensor]:
     }  # fmt: skip
 
 
-def _assert_updated(name: str, old: dict[str, Tensor], new: dict[str, Tensor]) -> None:
+def _assert_updated(name, old, new):
     optimizer, plain = kernels.OPTIMIZERS[name], {name: tensor.clone() for name, tensor in old.items()}
     before, after, want = (
         (each["master"], {state: each[state] for state in STATES[name]}) for each in (old, new, plain)

@@ -2,39 +2,33 @@
 `megamix verify` passes there, also on ranks that share a GPU.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import zlib
-from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megamix.cli import main
-from megamix.comm.collectives import Collectives, Pending
-from megamix.config import Config
+from megamix.comm.collectives import Collectives
 from megamix.machine import CPU_HALVES
 from megamix.model import layers, ops
 from megamix.model.ops import Ops
 from megamix.parallel import context_parallel
 from megamix.tools.ranks import RankFailure, pool_for
 from megamix.tools.verify.core.layout import parse_layout
-from megamix.tools.verify.core.observed_step import ObservedStep, rank_device
+from megamix.tools.verify.core.observed_step import rank_device
 from megamix.tools.verify.foreign import watch
 from megamix.tools.verify.layouts.judge_steps import judge
 from tests.conftest import FULL, also_wide
 from tests.gpu.pools import processes_with_gpus
 from tests.model.flash import stand_in
 from tests.tools.verify.jobs import OVERFLOW_AT, UPDATES, make_config, observe_case
-from tests.tools.verify.layouts.covering import Run, whole_matrix
+from tests.tools.verify.layouts.covering import whole_matrix
 from tests.tools.verify.layouts.test_layouts import AXES, _allowed
 from tests.tools.verify.test_command import CONFIG, SMALL
 
@@ -45,20 +39,20 @@ SETTINGS = AXES | {"layout": LAYOUTS, "fp32_sum": (False, True), "overlap": (Tru
 SETTINGS |= {"shard": ("states", "gradients", "parameters"), "accumulate": ("local", "owner")}
 
 
-def _may_be(run: Run) -> bool:
+def _may_be(run):
     piped = parse_layout(str(run["layout"])).size("pp") > 1
     if piped and (run["shard"] == "parameters" or run["accumulate"] == "owner"):
         return False
     return _allowed(run) and not (run["dtype"] == "fp32" and run["fp32_sum"])
 
 
-def _runs(layout: str) -> list[Run]:
+def _runs(layout):
     """Seeded picks of one layout; a few each, if not all are asked for."""
     matrix = whole_matrix(SETTINGS | {"layout": (layout,)}, _may_be)
     return random.Random(layout).sample(matrix, 40 if FULL else 1)
 
 
-def _config(run: Run) -> Config:
+def _config(run):
     method = "heads" if "cp" in str(run["layout"]) else "gather"  # a GPU's kernels gather, and have bits of their own
     config = make_config(cp_method=method, **{name: value for name, value in run.items() if name in AXES})
     changes = {
@@ -70,11 +64,11 @@ def _config(run: Run) -> Config:
 
 
 @contextmanager
-def _one_arithmetic() -> Iterator[None]:
+def _one_arithmetic():
     """The model rounds elsewhere on a GPU. With this it does not, and what is left to differ is the engine's."""
     right = layers.linear_cross_entropy
 
-    def in_fp32(hidden: Tensor, weight: Tensor, *others: Any) -> Tensor:
+    def in_fp32(hidden, weight, *others):
         return right(hidden.float(), weight.float(), *others)
 
     with (
@@ -87,9 +81,9 @@ def _one_arithmetic() -> Iterator[None]:
 
 
 @_one_arithmetic()
-def _digests(configs: list[Config]) -> list[dict[Any, object]]:
+def _digests(configs):
     """Return of each run all that can be compared, by what it is of."""
-    found: list[dict[Any, object]] = []
+    found = []
     for config in configs:
         found.append({})
         for number, step in enumerate(observe_case(config)):
@@ -100,7 +94,7 @@ def _digests(configs: list[Config]) -> list[dict[Any, object]]:
 
 
 @pytest.mark.parametrize("layout", also_wide(LAYOUTS, "dp2"))
-def test_a_layout_trains_the_bits_of_gloo(run_ranks, gpu_ranks, layout: str) -> None:
+def test_a_layout_trains_the_bits_of_gloo(run_ranks, gpu_ranks, layout):
     runs, size = _runs(layout), parse_layout(layout).world_size
     for first in range(0, len(runs), 2):  # of more runs, groups that they have made would fill the threads
         some = runs[first : first + 2]
@@ -112,7 +106,7 @@ def test_a_layout_trains_the_bits_of_gloo(run_ranks, gpu_ranks, layout: str) -> 
 
 
 @pytest.mark.parametrize("dtype", random.Random(0).sample(AXES["dtype"], 3 if FULL else 1))
-def test_verify_passes(gpu_ranks, capsys, monkeypatch, dtype: str) -> None:
+def test_verify_passes(gpu_ranks, capsys, monkeypatch, dtype):
     monkeypatch.setenv(CPU_HALVES, "native")  # the judge is a CPU, and computes as the ranks' GPUs do
     known = [layout for layout in LAYOUTS if "cp" not in layout]  # its kernels are not in the processes of a command
     layouts = random.Random(dtype).sample(known, len(known) if FULL else 2)
@@ -123,7 +117,7 @@ def test_verify_passes(gpu_ranks, capsys, monkeypatch, dtype: str) -> None:
     assert capsys.readouterr().out.count("passes") == len(layouts)
 
 
-def test_verify_passes_ranks_that_share_a_gpu(gpu_ranks, capsys, monkeypatch) -> None:
+def test_verify_passes_ranks_that_share_a_gpu(gpu_ranks, capsys, monkeypatch):
     monkeypatch.setenv(CPU_HALVES, "native")
     layouts = ("dp2", "dp2-parameters", "tp2sp") if FULL else ("dp2-parameters",)
     settings = [*SMALL, "--layouts", ",".join(layouts), "--device", "cuda", "--share-card"]
@@ -133,13 +127,13 @@ def test_verify_passes_ranks_that_share_a_gpu(gpu_ranks, capsys, monkeypatch) ->
     assert [(row[0], row[1], row[-1]) for row in rows] == [(layout, "cuda:0", "passes") for layout in layouts]
 
 
-def _seen_by_a_trainer() -> tuple[str, str, str]:
+def _seen_by_a_trainer():
     """Return this rank's LOCAL_RANK, device and backend, as a script finds them."""
     with mock.patch.multiple(watch, load_trainer=mock.Mock(), _watch=lambda *_: os.environ["LOCAL_RANK"]):
         return watch.watch_trainer("", 1), str(rank_device()), dist.get_backend()
 
 
-def test_a_trainer_takes_the_gpu_that_its_ranks_share(gpu_ranks) -> None:
+def test_a_trainer_takes_the_gpu_that_its_ranks_share(gpu_ranks):
     with processes_with_gpus(), pool_for(2, "cuda:0") as pool:
         assert pool.call(_seen_by_a_trainer) == [("0", "cuda:0", "gloo")] * 2
 
@@ -147,13 +141,13 @@ def test_a_trainer_takes_the_gpu_that_its_ranks_share(gpu_ranks) -> None:
 # Context parallelism as on a GPU, with a stand-in for the kernels.
 
 
-def _observe_with_kernels(configs: list[Config]) -> list[list[ObservedStep]]:
+def _observe_with_kernels(configs):
     ops._flash_takes_borders.cache_clear()
     with stand_in(), mock.patch.object(torch.backends.cuda, "is_flash_attention_available", lambda: True):
         return [observe_case(config) for config in configs]
 
 
-def test_verify_passes_kernels_that_take_segments(gpu_ranks) -> None:
+def test_verify_passes_kernels_that_take_segments(gpu_ranks):
     model = {"hidden_size": 64, "seq_len": 32}
     configs = [
         make_config("cp2", dtype="fp16", model=model),
@@ -166,10 +160,10 @@ def test_verify_passes_kernels_that_take_segments(gpu_ranks) -> None:
     assert judge(config, ranks, torch.device("cpu"), UPDATES, OVERFLOW_AT).differences == []
 
 
-def _gather_is_not_awaited() -> Any:
-    kept: list[Pending] = []  # dropped it would wait
+def _gather_is_not_awaited():
+    kept = []  # dropped it would wait
 
-    def gather(self: Collectives, part: Tensor, number: int = 0) -> Tensor:
+    def gather(self, part, number=0):
         flat = part.new_empty(self.axis.size, part.numel())
         flat[self.axis.rank].copy_(part)
         kept.append(self.all_gather(flat.view(-1), flat[self.axis.rank], number))
@@ -178,10 +172,10 @@ def _gather_is_not_awaited() -> Any:
     return mock.patch.object(Collectives, "gather", gather)
 
 
-def _exchange_is_not_awaited() -> Any:
-    kept: list[Pending] = []
+def _exchange_is_not_awaited():
+    kept = []
 
-    def exchanged(parts: Tensor, cp: Collectives) -> Tensor:
+    def exchanged(parts, cp):
         parts = parts.contiguous()
         arrived, even = torch.empty_like(parts), [parts[0].numel()] * cp.axis.size
         kept.append(cp.exchange(parts.view(-1), arrived.view(-1), even, even))
@@ -204,13 +198,13 @@ FAULTS = {
 }
 
 
-def _observe_fault(fault: str) -> None:
+def _observe_fault(fault):
     plant, method, _ = FAULTS[fault]
     with plant():
         _observe_with_kernels([make_config("cp2", cp_method=method, model={"hidden_size": 64, "seq_len": 32})])
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_of_context_parallelism_is_named(gpu_ranks, fault: str) -> None:
+def test_a_planted_fault_of_context_parallelism_is_named(gpu_ranks, fault):
     with pytest.raises(RankFailure, match=FAULTS[fault][2]):
         gpu_ranks(_observe_fault, 2, fault, deadline_s=30.0)

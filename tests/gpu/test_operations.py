@@ -2,13 +2,9 @@
 compiled or not, and no more for four times the elements.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -35,12 +31,12 @@ FREE = {"empty", "new_empty", "empty_strided", "empty_like", "detach", "device",
 class Operations(TorchDispatchMode):
     """Counts by name; a compiled function is one."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.counts = Counter[str]()
+        self.counts = Counter()
         self._inside = 0
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name = function._schema.name.split("::")[1]
         is_view = any(out.alias_info and not out.alias_info.is_write for out in function._schema.returns)
         if not self._inside and not is_view and name not in FREE:
@@ -48,8 +44,8 @@ class Operations(TorchDispatchMode):
         # A fused kernel that writes in place has no form for fake tensors.
         return None if name.startswith("_fused_") else function(*args, **(kwargs or {}))
 
-    def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def once(*args: Any) -> Any:
+    def compiled(self, function):
+        def once(*args):
             self.counts["compiled"] += not self._inside
             self._inside += 1
             try:
@@ -61,7 +57,7 @@ class Operations(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def _an_engine(operations: Operations, scale: int, compiled: bool, num_layers: int) -> Iterator[ShardedEngine]:
+def _an_engine(operations, scale, compiled, num_layers):
     model_config = load_config(CONFIG, []).model
     sizes = {
         "num_layers": num_layers,
@@ -70,7 +66,7 @@ def _an_engine(operations: Operations, scale: int, compiled: bool, num_layers: i
     }
     data_ptr = Tensor.data_ptr
 
-    def place(tensor: Tensor) -> int:
+    def place(tensor):
         fake = isinstance(tensor.data, FakeTensor)
         return tensor.untyped_storage()._cdata + tensor.storage_offset() * tensor.itemsize if fake else data_ptr(tensor)
 
@@ -99,9 +95,7 @@ def _an_engine(operations: Operations, scale: int, compiled: bool, num_layers: i
         yield engine
 
 
-def _count(
-    scale: int, compiled: bool, *, examined: bool = False, checked: bool = False, num_layers: int = LAYERS
-) -> tuple[int, int]:
+def _count(scale, compiled, *, examined=False, checked=False, num_layers=LAYERS):
     """A step's operations: in the ready hooks of backward, without the model's own, and in `step()`.
 
     `checked`: for writes past the engine, as the first steps are.
@@ -121,7 +115,7 @@ def _count(
     return hooks - len(engine.plan.entries.params), operations.counts.total() - hooks
 
 
-def _backward(engine: ShardedEngine, grads: list[Tensor]) -> None:
+def _backward(engine, grads):
     """Let these gradients come, without a model that computes them."""
     with engine.micro_batches(1), engine.backward_pass(0, engine.plan.param_names):
         engine.progress.scaled(torch.zeros((), device="cuda"), 1.0, counts=True)
@@ -130,7 +124,7 @@ def _backward(engine: ShardedEngine, grads: list[Tensor]) -> None:
         engine.collect(engine.plan.param_names)
 
 
-def test_a_step_is_some_hundred_operations_however_many_elements() -> None:
+def test_a_step_is_some_hundred_operations_however_many_elements():
     hooks, step = _count(1, compiled=True)
     assert (hooks <= 10, step <= 180) == (True, True), (hooks, step)
     hooks, step = _count(1, compiled=False)
@@ -140,7 +134,7 @@ def test_a_step_is_some_hundred_operations_however_many_elements() -> None:
     assert 0 < checked - step <= 600  # five for each 16 Mi elements, seven for each bucket
 
 
-def test_an_examined_step_is_some_thousand_operations_more() -> None:
+def test_an_examined_step_is_some_thousand_operations_more():
     """Count those of one block of 16, in a few seconds; all have 1,459 and 5,338."""
     hooks, step = _count(1, compiled=True, examined=True, num_layers=1)
     assert (hooks <= 300, step <= 1000) == (True, True), (hooks, step)

@@ -3,34 +3,31 @@ attention takes the documents' borders, the host waits only in the readout, and 
 kernels of a real GPU are tested likewise, if there is one.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
-from megamix.config import Config
 from megamix.model import context, decoder, ops
 from megamix.model.context import find_borders, find_documents
 from megamix.model.ops import takes_borders
+from tests.builders import run_on_ranks, tiny_job, write_data
 from tests.gpu.test_jobs import READOUT
 from tests.model.flash import stand_in
 from tests.model.rounding import UNIT
-from tests.train.jobs import Record, attempts_recorded, run_on_ranks, tiny_job, write_data
 from tests.train.outcome import metrics_of
+from tests.train.recorded import Record, attempts_recorded
 
 STEPS = 3
 
 
-def _by_borders(config: Config) -> tuple[Counter[str], dict[str, int]]:
+def _by_borders(config):
     """Train without a mask: what made the host wait from the second attempt on, and how often kernels were called."""
     from tests.gpu import simulated
 
-    begun: list[Counter[Any]] = []
+    begun = []
     ops._flash_takes_borders.cache_clear()  # an earlier job asked before the kernels were there
     with (
         mock.patch.object(context, "TOKENS_A_BORDER", 16),
@@ -43,17 +40,17 @@ def _by_borders(config: Config) -> tuple[Counter[str], dict[str, int]]:
     return Counter(f"{what} at {place}" for what, place in begun[-1] - begun[1]), calls.copy()
 
 
-def _first_row(config: Config) -> dict[str, float]:
+def _first_row(config):
     return next(row for row in metrics_of(Path(config.checkpoint.folder).parent) if "train/loss" in row)
 
 
-def test_jobs_make_no_mask_and_no_wait_and_have_the_losses_of_the_mask(gpu_ranks, tmp_path: Path) -> None:
+def test_jobs_make_no_mask_and_no_wait_and_have_the_losses_of_the_mask(gpu_ranks, tmp_path):
     write_data(tmp_path / "data")
     masked, *jobs = (
         tiny_job(
             tmp_path, parallelism=layout, checkpoint={"folder": str(tmp_path / name / "run")},
-            data={"packing": "documents", "valid": None}, training={"steps": STEPS, "eval_interval": 0},
-            precision={"loss_scale": {"rule": "static", "init_scale": 2.0**8}}, metrics={"log_interval": 1},
+            packing="documents", valid=None, steps=STEPS, eval_interval=0,
+            loss_scale={"rule": "static", "init_scale": 2.0**8}, log_interval=1,
         )
         for name, layout in {"mask": {}, "dp": {}, "tp": {"tp_size": 2}, "pp": {"pp_size": 2}}.items()
     )  # fmt: skip
@@ -71,7 +68,7 @@ def test_jobs_make_no_mask_and_no_wait_and_have_the_losses_of_the_mask(gpu_ranks
 @pytest.mark.real_gpu
 @pytest.mark.skipif(not torch.version.cuda or not torch.cuda.is_available(), reason="there is no real GPU")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_a_real_gpus_kernels_give_what_the_mask_gives(dtype: torch.dtype) -> None:
+def test_a_real_gpus_kernels_give_what_the_mask_gives(dtype):
     from tests.model.test_borders import bounded_by_the_mask
 
     positions = torch.cat([torch.arange(n) for n in (1, 700, 323, 1024)]).view(2, 1024).cuda()

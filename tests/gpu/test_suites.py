@@ -1,10 +1,6 @@
 """Tests of ranks that were written for the CPU pass on simulated GPUs, with the CPU's bits if they compare bits."""
 
-from __future__ import annotations
-
 import inspect
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 
@@ -23,7 +19,7 @@ from tests.parallel import test_full_weights, test_ten_layouts, test_tensor_para
 pytestmark = pytest.mark.uncounted
 
 # Without `--full`, of each suite what is cheap.
-SUITES: dict[Any, set[str]] = {
+SUITES = {
     test_equals_reference: {"test_a_group_of_some_ranks_trains_like_a_world_of_its_own"},
     test_exact_mean: {"test_a_step_in_which_no_target_counts_applies_a_zero_gradient"},
     test_half_fp32_sum: {"test_a_sum_that_fp16_cannot_hold_is_no_overflow_and_equals_the_reference"},
@@ -55,10 +51,10 @@ for suite, sample in SUITES.items():
 
 
 @pytest.fixture
-def run_ranks(gpu_ranks) -> Callable[..., list[Any]]:
+def run_ranks(gpu_ranks):
     """In the place of the one of the same name: Gloo ranks on the CPU."""
 
-    def run(case: Callable[..., Any], world_size: int, *args: Any, **limits: Any) -> list[Any]:
+    def run(case, world_size, *args, **limits):
         if case.__module__ == test_ten_layouts.__name__:  # it says itself what lies where
             return gpu_ranks(case, world_size, *args, **limits)
         return gpu_ranks(on_default_gpu, world_size, case, *args, **limits)
@@ -66,5 +62,5 @@ def run_ranks(gpu_ranks) -> Callable[..., list[Any]]:
     return run
 
 
-def test_ranks_equal_the_plain_loop(run_ranks) -> None:
+def test_ranks_equal_the_plain_loop(run_ranks):
     assert run_ranks(test_equals_reference.check_cases, 3, test_equals_reference._cases(3, 4)[:4]) == [[], [], []]

@@ -1,22 +1,16 @@
 """Random Hugging Face models of each family in every way that ours can be them, and jobs that begin from one."""
 
-from __future__ import annotations
-
 import random
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from megamix.checkpoint.boxes import Box
-from megamix.config import Config, ModelConfig, load_config
+from megamix.config import ModelConfig, load_config
 from megamix.hub.convert import export_model
 from megamix.hub.source import Source
 from megamix.model.transformer import Transformer
+from tests.builders import SEQ_LEN, VOCAB
 from tests.conftest import FULL
-from tests.train.jobs import SEQ_LEN, VOCAB
 
 GPT2 = ModelConfig(
     vocab_size=VOCAB, seq_len=SEQ_LEN, hidden_size=12, num_layers=2, num_heads=2, norm="layernorm", position="learned",
@@ -34,7 +28,7 @@ _WHOLE_HEADS = ("qwen2", "olmo2", "olmo3", "granite", "smollm3", "gemma2", "gemm
 _FULL, _SLIDES = "full_attention", "sliding_attention"
 
 
-def shapes(family: str, count: int) -> Iterator[dict[str, Any]]:
+def shapes(family, count):
     """Keyword arguments of the family's configuration in transformers; the first two are tied and untied."""
     rng = random.Random(family)
     for number in range(count):
@@ -49,7 +43,7 @@ def shapes(family: str, count: int) -> Iterator[dict[str, Any]]:
             continue
         layers = rng.randint(1, 3)
         hidden = heads * head_dim if family in _WHOLE_HEADS or rng.random() < 0.5 else heads * 10
-        rope: dict[str, Any] = {"rope_type": "default", "rope_theta": rng.choice((500.0, 1e6))}
+        rope = {"rope_type": "default", "rope_theta": rng.choice((500.0, 1e6))}
         if number % 3 == 1:
             rope |= {"rope_type": "linear", "factor": 4.0}
         if number % 3 == 0:
@@ -104,7 +98,7 @@ def shapes(family: str, count: int) -> Iterator[dict[str, Any]]:
         }[family]  # fmt: skip
 
 
-def random_model(family: str, shape: dict[str, Any]) -> Any:
+def random_model(family, shape):
     """Return a model of transformers. No weight of it is zero or one, so that each shows in the logits."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -116,8 +110,8 @@ def random_model(family: str, shape: dict[str, Any]) -> Any:
     return model
 
 
-def job_from(imported: Path, data: Path, folder: Path, **overrides: Any) -> Config:
-    """Return a job on data as tests.train.jobs writes them, which begins from an imported model by its model.toml."""
+def job_from(imported, data, folder, **overrides):
+    """Return a job on data as `write_data` writes them, which begins from an imported model by its model.toml."""
     path = folder.with_suffix(".toml")
     path.write_text(
         f'base = "{imported / "model.toml"}"\n[data]\ntrain = "{data / "train"}"\n[checkpoint]\nfolder = "{folder}"\n'
@@ -131,18 +125,18 @@ def job_from(imported: Path, data: Path, folder: Path, **overrides: Any) -> Conf
 class InMemory:
     """The weights of a model of our own."""
 
-    def __init__(self, model: Transformer):
+    def __init__(self, model):
         self.params = dict(model.named_parameters())
 
-    def read(self, param: str, box: Box) -> Tensor:
+    def read(self, param, box):
         value = self.params[param].detach()
         return value[box.slices_in(Box.whole(tuple(value.shape)))]
 
-    def where(self, param: str, place: tuple[int, ...]) -> str:
+    def where(self, param, place):
         return f"{param} {list(place)}"
 
 
-def own_model(config: ModelConfig) -> Transformer:
+def own_model(config):
     """Return a model of our own with weights like those of random_model."""
     torch.manual_seed(0)
     model = Transformer(config)
@@ -152,7 +146,7 @@ def own_model(config: ModelConfig) -> Transformer:
     return model
 
 
-def write_hugging_face(config: ModelConfig, folder: Path, **settings: Any) -> Transformer:
+def write_hugging_face(config, folder, **settings):
     """Write a Hugging Face folder without transformers. Return its model."""
     model = own_model(config)
     export_model(Source(folder, config, InMemory(model), "fp32", None), folder, "fp32", **settings)

@@ -3,40 +3,35 @@ dtypes; it evaluates, exports and begins runs, and other models are refused by w
 has its biases.
 """
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from megamix.checkpoint.boxes import Box
 from megamix.checkpoint.folder import checkpoints
 from megamix.checkpoint.verify import BoxReader, verify_checkpoint
 from megamix.cli import main
-from megamix.config import Config
 from megamix.hub.convert import import_model
 from megamix.hub.hugging_face import WEIGHTS
 from megamix.hub.source import open_source
+from tests.builders import EXPERTS, run_on_ranks, tiny_job
 from tests.hub.folders import LLAMA, write_hugging_face
-from tests.train.jobs import EXPERTS, run_on_ranks, tiny_job
 
 
-def _job(folder: Path, data: Path, *layers: dict[str, Any], **own: Any) -> Config:
-    shared: dict[str, Any] = {
+def _job(folder, data, *layers, **own):
+    shared = {
         "model": {"experts": EXPERTS, "num_layers": 2},
         "training": {"steps": 4, "eval_interval": 0},
         "lr_schedule": {"decay_style": "constant"},
-        "metrics": {"tensorboard": False, "precision_interval": 0},
+        "metrics": {"precision_interval": 0},
     }
     return tiny_job(folder, shared, *layers, tokens=data, **own)
 
 
-def _tensors(checkpoint: Path) -> dict[str, Tensor]:
+def _tensors(checkpoint):
     found = verify_checkpoint(checkpoint)
     reader = BoxReader(found)
     of = [(name, state, shape) for name, state, shape, _ in found.manifest.tensors() if state in ("master", "buffer")]
@@ -44,7 +39,7 @@ def _tensors(checkpoint: Path) -> dict[str, Tensor]:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory, data: Path, run_ranks) -> list[Path]:
+def runs(tmp_path_factory, data, run_ranks):
     """Train one model three times: in FP16 alone, in BF16 with divided experts, and in FP16 with divided layers."""
     folder = tmp_path_factory.mktemp("runs")
     bf16 = {"precision": {"dtype": "bf16"}}
@@ -54,7 +49,7 @@ def runs(tmp_path_factory, data: Path, run_ranks) -> list[Path]:
     return [folder / name / "run" for name in "abc"]
 
 
-def test_the_mean_is_that_of_masters_and_biases_rounded_once(runs: list[Path], tmp_path: Path, capsys) -> None:
+def test_the_mean_is_that_of_masters_and_biases_rounded_once(runs, tmp_path, capsys):
     output = tmp_path / "mean"
     assert main(["checkpoint", "average", *map(str, runs), "--output", str(output)]) == 0
     (mean,) = checkpoints(output / "checkpoints")
@@ -71,9 +66,7 @@ def test_the_mean_is_that_of_masters_and_biases_rounded_once(runs: list[Path], t
         assert torch.all((value.double() - want).abs() <= want.abs() * 2.0**-24 + 2.0**-150), name
 
 
-def test_of_one_checkpoint_twice_it_is_the_checkpoint_and_evaluates_alike(
-    runs: list[Path], data: Path, tmp_path: Path, capsys
-) -> None:
+def test_of_one_checkpoint_twice_it_is_the_checkpoint_and_evaluates_alike(runs, data, tmp_path, capsys):
     newest = checkpoints(runs[0] / "checkpoints")[0]
     assert main(["checkpoint", "average", str(newest), str(newest), "--output", str(tmp_path / "mean")]) == 0
     one, mean = _tensors(newest), _tensors(checkpoints(tmp_path / "mean/checkpoints")[0])
@@ -92,7 +85,7 @@ def test_of_one_checkpoint_twice_it_is_the_checkpoint_and_evaluates_alike(
     assert "begins with the weights of" in capsys.readouterr().out
 
 
-def test_other_models_are_refused_by_what_differs(runs: list[Path], data: Path, tmp_path: Path, capsys) -> None:
+def test_other_models_are_refused_by_what_differs(runs, data, tmp_path, capsys):
     other = _job(tmp_path, data, model={"experts": {**EXPERTS, "top_k": 1}, "rope_theta": 500.0}, training={"steps": 2})
     run_on_ranks(other)
     output = ["--output", str(tmp_path / "mean")]
@@ -115,7 +108,7 @@ def test_other_models_are_refused_by_what_differs(runs: list[Path], data: Path, 
     assert not (tmp_path / "mean").exists()
 
 
-def test_imported_weights_are_averaged_and_exported(tmp_path: Path) -> None:
+def test_imported_weights_are_averaged_and_exported(tmp_path):
     halves = []
     for number in range(2):
         folder = tmp_path / f"hf{number}"

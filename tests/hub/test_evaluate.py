@@ -2,15 +2,12 @@
 says how to install it.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import sys
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,11 +19,11 @@ from megamix.data.token_file import TokenFileWriter
 from megamix.hub.convert import import_model
 from megamix.hub.evaluate import evaluate
 from megamix.progress import ProgressLine
+from tests.builders import SEQ_LEN, VOCAB, run_on_ranks, tiny_job, write_data
 from tests.hub.folders import LLAMA, own_model, write_hugging_face
-from tests.train.jobs import SEQ_LEN, VOCAB, run_on_ranks, tiny_job, write_data
 
 
-def _write(folder: Path, num_tokens: int) -> Path:
+def _write(folder, num_tokens):
     folder.mkdir(exist_ok=True)
     tokens = np.random.default_rng(num_tokens).integers(VOCAB, size=num_tokens)
     with TokenFileWriter(folder / "held", VOCAB) as writer:
@@ -37,9 +34,7 @@ def _write(folder: Path, num_tokens: int) -> Path:
 
 @pytest.mark.parametrize("stride", [SEQ_LEN, 13, 1])
 @pytest.mark.parametrize("num_tokens", [2, SEQ_LEN, SEQ_LEN + 1, SEQ_LEN + 2, 9 * SEQ_LEN + 1, 11 * SEQ_LEN + 5])
-def test_each_token_counts_once_and_sees_what_the_rule_says(
-    num_tokens: int, stride: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_token_counts_once_and_sees_what_the_rule_says(num_tokens, stride, tmp_path, monkeypatch):
     monkeypatch.setattr("megamix.hub.evaluate._TOKENS", 8 * SEQ_LEN)  # the last forward has fewer windows
     if stride == 1 and num_tokens > 2 * SEQ_LEN:
         num_tokens = 2 * SEQ_LEN + 3
@@ -59,11 +54,9 @@ def test_each_token_counts_once_and_sees_what_the_rule_says(
 
 
 @pytest.mark.parametrize(("bound", "largest"), [(31, 3), (16, 2), (7, 1)])
-def test_a_forward_takes_no_more_tokens_than_its_bound_but_one_window(
-    bound: int, largest: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_forward_takes_no_more_tokens_than_its_bound_but_one_window(bound, largest, tmp_path, monkeypatch):
     monkeypatch.setattr("megamix.hub.evaluate._TOKENS", bound)
-    prefix, model, taken = _write(tmp_path, 100), own_model(LLAMA), set[int]()
+    prefix, model, taken = _write(tmp_path, 100), own_model(LLAMA), set()
     model.register_forward_pre_hook(lambda _, inputs: taken.add(len(inputs[0])))
     result = evaluate(model, prefix, 5, 8)
     assert max(taken) == largest
@@ -71,7 +64,7 @@ def test_a_forward_takes_no_more_tokens_than_its_bound_but_one_window(
     assert result.nats == pytest.approx(evaluate(short, prefix, 5, 8).nats, rel=1e-6)
 
 
-def test_the_beginning_of_a_file_is_evaluated_alone_and_counted(tmp_path: Path) -> None:
+def test_the_beginning_of_a_file_is_evaluated_alone_and_counted(tmp_path):
     prefix, model = _write(tmp_path, 300), own_model(LLAMA).requires_grad_(False)
     (tmp_path / "manifest.json").write_text(json.dumps({"parts": {"held": {"num_bytes": 897}}}))
     progress = ProgressLine()
@@ -85,9 +78,7 @@ def test_the_beginning_of_a_file_is_evaluated_alone_and_counted(tmp_path: Path) 
     assert evaluate(model, prefix, 13, SEQ_LEN, 1000).targets == 299
 
 
-def test_a_model_that_knows_nothing_has_the_vocabulary_s_perplexity_and_bits_are_by_byte(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_that_knows_nothing_has_the_vocabulary_s_perplexity_and_bits_are_by_byte(tmp_path, capsys):
     prefix = _write(tmp_path, 300)
     (tmp_path / "manifest.json").write_text(json.dumps({"parts": {"held": {"num_bytes": 897}}}))
     model = own_model(LLAMA).requires_grad_(False)
@@ -97,11 +88,9 @@ def test_a_model_that_knows_nothing_has_the_vocabulary_s_perplexity_and_bits_are
     assert result.bits_per_byte == pytest.approx(299 * math.log2(VOCAB) / 897, rel=1e-6)
 
 
-def test_the_verb_takes_the_run_s_own_held_out_data_and_prints_json(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_verb_takes_the_run_s_own_held_out_data_and_prints_json(tmp_path, capsys):
     write_data(tmp_path / "data")
-    run_on_ranks(tiny_job(tmp_path, training={"steps": 2}, precision={"dtype": "bf16"}))
+    run_on_ranks(tiny_job(tmp_path, steps=2, dtype="bf16"))
     capsys.readouterr()
     assert main(["evaluate", str(tmp_path / "run"), "--json", "--stride", "16"]) == 0
     facts = json.loads(capsys.readouterr().out)
@@ -128,7 +117,7 @@ def test_the_verb_takes_the_run_s_own_held_out_data_and_prints_json(
         assert told in capsys.readouterr().err
 
 
-def test_wrong_data_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_data_is_named(tmp_path, capsys):
     model = own_model(LLAMA.model_copy(update={"vocab_size": 8}))
     with pytest.raises(ValueError, match=r"holds token id \d+, the model's vocabulary has 8"):
         evaluate(model, _write(tmp_path, 300), SEQ_LEN, SEQ_LEN)
@@ -139,9 +128,7 @@ def test_wrong_data_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "names no held-out token file, or several; give --data PREFIX" in capsys.readouterr().err
 
 
-def test_the_harness_names_its_extra_where_it_is_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_harness_names_its_extra_where_it_is_missing(tmp_path, monkeypatch, capsys):
     write_hugging_face(LLAMA, tmp_path / "hf")
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     assert main(["evaluate", str(tmp_path / "hf"), "--harness", "arc_easy"]) == 2
@@ -151,14 +138,12 @@ def test_the_harness_names_its_extra_where_it_is_missing(
     )
 
 
-def test_the_harness_gets_the_export_its_tasks_and_the_files_that_define_some(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_harness_gets_the_export_its_tasks_and_the_files_that_define_some(tmp_path, monkeypatch, capsys):
     write_hugging_face(LLAMA, tmp_path / "hf")
     import_model(tmp_path / "hf", tmp_path / "in")
-    seen: dict[str, Any] = {}
+    seen = {}
 
-    def simple_evaluate(**arguments: Any) -> dict[str, Any]:
+    def simple_evaluate(**arguments):
         seen.update(arguments, there=Path(arguments["model_args"]["pretrained"], "config.json").is_file())
         return {"results": {"mine": {"alias": "mine", "acc,none": 0.5}}}
 
@@ -179,7 +164,7 @@ def test_the_harness_gets_the_export_its_tasks_and_the_files_that_define_some(
 
 
 @pytest.mark.parametrize("verb", [["evaluate"], ["generate"], ["export", "--to", "hf"]])
-def test_prepared_texts_are_no_model_and_not_called_damaged(tmp_path: Path, capsys, verb: list[str]) -> None:
+def test_prepared_texts_are_no_model_and_not_called_damaged(tmp_path, capsys, verb):
     _write(tmp_path / "data", 10)
     (tmp_path / "data/manifest.json").write_text("{}\n")  # prepare's own
     to = [str(tmp_path / "out")] if verb[0] == "export" else []

@@ -2,12 +2,9 @@
 damaged checkpoint are refused.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,14 +18,12 @@ from megamix.data.tokenizer import END_OF_TEXT, Tokenizer
 from megamix.hub.convert import export_model, import_model
 from megamix.hub.links import format_of, formats
 from megamix.hub.source import Source, open_source
+from tests.builders import run_on_ranks, tiny_job, write_data
 from tests.checkpoint.faults import listing
 from tests.hub.folders import GPT2, LLAMA, InMemory, job_from, own_model, write_hugging_face
-from tests.train.jobs import run_on_ranks, tiny_job, write_data
 
 
-def test_a_weight_beyond_fp16_is_refused_by_name_and_nothing_is_left(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_weight_beyond_fp16_is_refused_by_name_and_nothing_is_left(tmp_path, capsys):
     model = own_model(LLAMA)
     with torch.no_grad():
         model.blocks[1].feed_forward.up.weight[3, 2] = -65505.0
@@ -50,7 +45,7 @@ def test_a_weight_beyond_fp16_is_refused_by_name_and_nothing_is_left(
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
-def test_weights_that_are_not_finite_are_refused_by_name_whatever_the_dtype(value: float, tmp_path: Path) -> None:
+def test_weights_that_are_not_finite_are_refused_by_name_whatever_the_dtype(value, tmp_path):
     model = own_model(LLAMA)
     with torch.no_grad():
         model.blocks[1].feed_forward.up.weight[3, 2] = value
@@ -69,22 +64,20 @@ def test_weights_that_are_not_finite_are_refused_by_name_whatever_the_dtype(valu
         (LLAMA.model_copy(update={"qk_norm": True, "qkv_bias": True}), "model.qk_norm is True, qwen2 has False"),
     ],
 )
-def test_a_model_that_no_family_has_is_refused_with_the_keys_in_the_way(
-    config: ModelConfig, told: str, tmp_path: Path
-) -> None:
+def test_a_model_that_no_family_has_is_refused_with_the_keys_in_the_way(config, told, tmp_path):
     with pytest.raises(ValueError, match="no family of Hugging Face that is known here") as error:
         export_model(Source(tmp_path, config, InMemory(own_model(config)), "fp32", None), tmp_path / "out", "fp32")
     assert told in str(error.value)
     assert listing(tmp_path) == []
 
 
-def test_a_scale_of_attention_that_gemma_s_whole_number_cannot_say_is_exported_as_granite(tmp_path: Path) -> None:
+def test_a_scale_of_attention_that_gemma_s_whole_number_cannot_say_is_exported_as_granite(tmp_path):
     write_hugging_face(LLAMA.model_copy(update={"attention_scale": 2.0}), tmp_path / "hf")
     found = json.loads((tmp_path / "hf/config.json").read_text())
     assert (found["model_type"], found["attention_multiplier"]) == ("granite", 2.0)
 
 
-def test_shards_are_bounded_and_indexed(tmp_path: Path) -> None:
+def test_shards_are_bounded_and_indexed(tmp_path):
     model = own_model(LLAMA)
     size = export_model(Source(tmp_path, LLAMA, InMemory(model), "fp32", None), tmp_path / "out", "bf16", 2000)
     index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
@@ -97,12 +90,10 @@ def test_shards_are_bounded_and_indexed(tmp_path: Path) -> None:
         assert len(held) == 1 or sum(tensor.nbytes for tensor in held.values()) <= 2000
 
 
-def test_a_run_s_export_brings_its_tokenizer_and_the_token_that_ends_a_text(tmp_path: Path) -> None:
+def test_a_run_s_export_brings_its_tokenizer_and_the_token_that_ends_a_text(tmp_path):
     write_data(tmp_path / "data", tokenizer=True)
     tokenizer = str(tmp_path / "data/tokenizer.json")
-    config = tiny_job(
-        tmp_path, model={"vocab_size": 300}, data={"tokenizer": tokenizer}, training={"steps": 2, "eval_interval": 0}
-    )
+    config = tiny_job(tmp_path, vocab_size=300, tokenizer=tokenizer, steps=2, eval_interval=0)
     run_on_ranks(config)
     export_model(open_source(tmp_path / "run"), tmp_path / "out", "fp32")
     assert listing(tmp_path / "out") == [
@@ -116,7 +107,7 @@ def test_a_run_s_export_brings_its_tokenizer_and_the_token_that_ends_a_text(tmp_
         export_model(open_source(tmp_path / "run"), tmp_path / "again", "fp32")
 
 
-def test_a_run_that_began_from_an_imported_model_is_exported_with_its_tokens_and_settings(tmp_path: Path) -> None:
+def test_a_run_that_began_from_an_imported_model_is_exported_with_its_tokens_and_settings(tmp_path):
     write_data(tmp_path / "data")
     write_hugging_face(LLAMA, tmp_path / "hf")
     settings = {"bos_token_id": 0, "eos_token_id": [7, 8], "pad_token_id": 3, "top_k": 9}
@@ -129,7 +120,7 @@ def test_a_run_that_began_from_an_imported_model_is_exported_with_its_tokens_and
     assert config.items() >= {key: value for key, value in settings.items() if key != "top_k"}.items()
 
 
-def _exported(tmp_path: Path, tokenizer: Path) -> dict[str, Any]:
+def _exported(tmp_path, tokenizer):
     """Export tmp_path/hf with `--tokenizer`. Return the files beside the weights, as text or JSON."""
     assert (
         main(["export", str(tmp_path / "hf"), "--to", "hf", str(tmp_path / "out"), "--tokenizer", str(tokenizer)]) == 0
@@ -139,7 +130,7 @@ def _exported(tmp_path: Path, tokenizer: Path) -> dict[str, Any]:
     return {name: json.loads(text) if "config" in name else text for name, text in texts.items()}
 
 
-def test_a_tokenizer_s_file_is_exported_under_its_usual_name_with_the_model_s_own_ids_first(tmp_path: Path) -> None:
+def test_a_tokenizer_s_file_is_exported_under_its_usual_name_with_the_model_s_own_ids_first(tmp_path):
     write_hugging_face(LLAMA, tmp_path / "hf")
     folder = tmp_path / "tk"
     folder.mkdir()
@@ -168,12 +159,12 @@ def test_a_tokenizer_s_file_is_exported_under_its_usual_name_with_the_model_s_ow
 
 
 @pytest.mark.parametrize("size", ["nan", "inf", "0", "-1"])
-def test_a_shard_has_a_size(size: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_shard_has_a_size(size, tmp_path, capsys):
     assert main(["export", str(tmp_path), "--to", "hf", str(tmp_path / "out"), "--shard-gb", size]) == 2
     assert f"--shard-gb {float(size)} must be positive and finite; write --shard-gb 5" in capsys.readouterr().err
 
 
-def test_a_damaged_checkpoint_is_not_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_checkpoint_is_not_exported(tmp_path, capsys):
     write_hugging_face(LLAMA, tmp_path / "hf")
     path = Path(import_model(tmp_path / "hf", tmp_path / "in")) / "rank_00000.safetensors"
     content = bytearray(path.read_bytes())
@@ -184,7 +175,7 @@ def test_a_damaged_checkpoint_is_not_exported(tmp_path: Path, capsys: pytest.Cap
     assert not (tmp_path / "out").exists()
 
 
-def test_a_piece_of_a_fused_tensor_is_made_of_all_its_parts(tmp_path: Path) -> None:
+def test_a_piece_of_a_fused_tensor_is_made_of_all_its_parts(tmp_path):
     model = own_model(GPT2)
     export_model(Source(tmp_path, GPT2, InMemory(model), "fp32", None), tmp_path / "out", "fp32")
     fused = load_file(tmp_path / "out/model.safetensors")["transformer.h.1.attn.c_attn.weight"]
@@ -195,7 +186,7 @@ def test_a_piece_of_a_fused_tensor_is_made_of_all_its_parts(tmp_path: Path) -> N
     assert torch.equal(read, attention.key.weight[2:7, 3:7])
 
 
-SMALL: dict[str, Any] = {
+SMALL = {
     "vocab_size": 64, "seq_len": 16, "hidden_size": 12, "num_layers": 2, "num_heads": 2, "tie_embeddings": False,
     "scaled_init": False,
 }  # fmt: skip
@@ -203,7 +194,7 @@ OLMO = {"norm_place": "after", "qk_norm": True, "qk_norm_over": "all"}
 YARN = {"rule": "yarn", "factor": 4.0, "original_seq_len": 8}
 
 
-def test_a_format_does_not_lose_what_a_windows_layers_rotate_by() -> None:
+def test_a_format_does_not_lose_what_a_windows_layers_rotate_by():
     form = formats()["olmo3"]
     longest = form.write(ModelConfig(**SMALL, **OLMO, windows=[16, 0], window_rope_theta=30.0))
     again = form.read({"model_type": "olmo3", **longest})
@@ -213,24 +204,24 @@ def test_a_format_does_not_lose_what_a_windows_layers_rotate_by() -> None:
     assert format_of(ModelConfig(**SMALL, **OLMO, windows=[4, 0], rope_scaling=YARN, window_rope_theta=1e4)) is form
 
 
-def test_a_window_as_long_as_any_sequence_comes_back_from_a_format() -> None:
+def test_a_window_as_long_as_any_sequence_comes_back_from_a_format():
     form = format_of(config := ModelConfig(**SMALL, windows=[16]))
     assert (form.model_type, form.read(form.write(config)).windows) == ("mistral", (16,))
 
 
-def test_keys_that_say_the_same_in_other_words_are_in_no_format_s_way() -> None:
+def test_keys_that_say_the_same_in_other_words_are_in_no_format_s_way():
     assert format_of(ModelConfig(**SMALL, windows=[4, 4], window_rope_theta=1e4)).model_type == "mistral"
     assert format_of(ModelConfig(**SMALL, attention_scale=6**-0.5)).model_type == "llama"
     assert format_of(ModelConfig(**SMALL, unrotated_layers=[1, 0])).model_type == "smollm3"
 
 
-def test_the_nearest_format_of_a_mixture_is_a_mixture_and_differs_in_single_keys() -> None:
+def test_the_nearest_format_of_a_mixture_is_a_mixture_and_differs_in_single_keys():
     experts = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 16, "score": "sigmoid", "bias_rate": 0.0}
     with pytest.raises(ValueError, match=r"the nearest: model.experts.score is sigmoid, mixtral has softmax$"):
         format_of(ModelConfig(**SMALL, experts=experts))
 
 
-def test_a_format_writes_the_numbers_that_transformers_asks_for() -> None:
+def test_a_format_writes_the_numbers_that_transformers_asks_for():
     granite = formats()["granite"].write(ModelConfig(**SMALL, residual_scale=0.5))
     assert granite["attention_multiplier"] == 6**-0.5
     assert formats()["ministral"].write(ModelConfig(**SMALL))["sliding_window"] == 16

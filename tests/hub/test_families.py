@@ -4,51 +4,46 @@ losses within 1e-6, weights bit for bit, greedy texts exactly.
 One file for all that needs transformers: importing it takes seconds.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 
 from megamix.checkpoint.verify import read_checkpoint
 from megamix.cli import main
 from megamix.hub.convert import export_model, import_model
 from megamix.hub.source import open_source
 from megamix.model.generation import generate
-from megamix.model.transformer import Transformer
+from tests.builders import SEQ_LEN, VOCAB, run_on_ranks
 from tests.conftest import FULL
 from tests.hub.folders import BY_LOOP, FAMILIES, MIXTURES, STEPS, WINDOWED, job_from, random_model, shapes
-from tests.train.jobs import SEQ_LEN, VOCAB, run_on_ranks
 
 COUNT = 24 if FULL else 2
 CPU = torch.device("cpu")
 
 
-def _tokens(seed: int, length: int = SEQ_LEN) -> Tensor:
+def _tokens(seed, length=SEQ_LEN):
     return torch.randint(VOCAB, (3, length), generator=torch.Generator().manual_seed(seed))
 
 
-def _opened(path: Path) -> Transformer:
+def _opened(path):
     return open_source(path).load(torch.float32, CPU)
 
 
-def _gap(ours: Tensor, theirs: Tensor) -> float:
+def _gap(ours, theirs):
     """Return the largest difference, relative to the largest logit."""
     return float((ours - theirs).abs().max() / theirs.abs().max())
 
 
-def _loss_gap(ours: Transformer, theirs: Any, tokens: Tensor) -> float:
+def _loss_gap(ours, theirs, tokens):
     """Return how far our loss of sequences is from transformers' own, relative to it."""
     want = float(theirs(tokens, labels=tokens).loss)
     return abs(float(ours(tokens[:, :-1], tokens[:, 1:])) - want) / want
 
 
-def _from_transformers(folder: Path) -> Any:
+def _from_transformers(folder):
     from transformers import AutoModelForCausalLM
 
     model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **BY_LOOP)
@@ -56,15 +51,15 @@ def _from_transformers(folder: Path) -> Any:
     return model.eval().requires_grad_(False)
 
 
-def _written(folder: Path) -> dict[str, tuple[int, ...]]:
+def _written(folder):
     """Return the shape of each tensor in a folder's files."""
     return {
         name: tuple(value.shape) for path in folder.glob("*.safetensors") for name, value in load_file(path).items()
     }
 
 
-def _greedy(model: Any, tokens: Tensor, count: int) -> Tensor:
-    texts: Tensor = model.generate(
+def _greedy(model, tokens, count):
+    texts = model.generate(
         tokens, attention_mask=torch.ones_like(tokens), do_sample=False, max_new_tokens=count, pad_token_id=0
     )
     return texts
@@ -79,9 +74,7 @@ def _greedy(model: Any, tokens: Tensor, count: int) -> Tensor:
         for number, shape in enumerate(shapes(family, COUNT))
     ],
 )
-def test_a_model_of_transformers_imports_trains_and_exports(
-    family: str, number: int, shape: dict[str, Any], data: Path, tmp_path: Path
-) -> None:
+def test_a_model_of_transformers_imports_trains_and_exports(family, number, shape, data, tmp_path):
     theirs = random_model(family, shape)
     theirs.save_pretrained(tmp_path / "hf", max_shard_size="8KB")
     imported = Path(import_model(tmp_path / "hf", tmp_path / "in", file_size=3000))
@@ -116,9 +109,7 @@ def test_a_model_of_transformers_imports_trains_and_exports(
     print(f"{family}, {STEPS} updates: loss {max(losses):.1e} apart, logits {max(gaps):.1e}")
 
 
-def test_a_mixture_trained_where_ranks_divide_its_experts_evaluates_and_exports(
-    data: Path, tmp_path: Path, run_ranks, capsys
-) -> None:
+def test_a_mixture_trained_where_ranks_divide_its_experts_evaluates_and_exports(data, tmp_path, run_ranks, capsys):
     random_model("qwen3_moe", next(shapes("qwen3_moe", 1))).save_pretrained(tmp_path / "hf")
     import_model(tmp_path / "hf", tmp_path / "in")
     divided = {"model.seq_len": SEQ_LEN, "parallelism.ep_size": 2}
@@ -133,7 +124,7 @@ def test_a_mixture_trained_where_ranks_divide_its_experts_evaluates_and_exports(
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *WINDOWED, *MIXTURES])
-def test_what_is_imported_exports_to_the_same_weights_and_configuration(family: str, tmp_path: Path) -> None:
+def test_what_is_imported_exports_to_the_same_weights_and_configuration(family, tmp_path):
     theirs = random_model(family, next(shapes(family, 1)))
     theirs.save_pretrained(tmp_path / "hf")
     import_model(tmp_path / "hf", tmp_path / "in")
@@ -164,7 +155,7 @@ def test_what_is_imported_exports_to_the_same_weights_and_configuration(family: 
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_an_export_in_half_is_the_masters_rounded(dtype: str, tmp_path: Path) -> None:
+def test_an_export_in_half_is_the_masters_rounded(dtype, tmp_path):
     theirs = random_model("gpt2", next(shapes("gpt2", 1)))
     theirs.save_pretrained(tmp_path / "hf")
     export_model(open_source(tmp_path / "hf"), tmp_path / "out", dtype)

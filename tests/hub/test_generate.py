@@ -1,10 +1,5 @@
 """`megamix generate`: a run, its checkpoint, its export and its import write the same text."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-from pathlib import Path
-
 import pytest
 
 from megamix.cli import main
@@ -13,27 +8,27 @@ from megamix.data.tokenizer_kinds import ByteTokenizer
 from megamix.hub.convert import export_model, import_model
 from megamix.hub.source import open_source
 from megamix.run import results
+from tests.builders import run_on_ranks, tiny_job, write_data
 from tests.hub.folders import LLAMA, write_hugging_face
-from tests.train.jobs import run_on_ranks, tiny_job, write_data
 
 
-def _generated(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+def _generated(capsys, *arguments):
     capsys.readouterr()
     assert main(["generate", *arguments]) == 0
     return capsys.readouterr().out
 
 
-def test_a_run_its_checkpoint_its_export_and_its_import_go_on_alike(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_its_checkpoint_its_export_and_its_import_go_on_alike(tmp_path, capsys):
     write_data(tmp_path / "data", tokenizer=True)
     vocab_size = Tokenizer.load(tmp_path / "data/tokenizer.json").vocab_size
     config = tiny_job(
         tmp_path,
-        model={"vocab_size": vocab_size, "init_std": 0.3},
-        data={"tokenizer": str(tmp_path / "data/tokenizer.json")},
-        training={"steps": 2, "eval_interval": 0},
-        precision={"dtype": "bf16"},
+        vocab_size=vocab_size,
+        init_std=0.3,
+        tokenizer=str(tmp_path / "data/tokenizer.json"),
+        steps=2,
+        eval_interval=0,
+        dtype="bf16",
     )
     run_on_ranks(config)
     export_model(open_source(tmp_path / "run"), tmp_path / "out", "fp32")
@@ -52,7 +47,7 @@ def test_a_run_its_checkpoint_its_export_and_its_import_go_on_alike(
     assert both == text + _generated(capsys, run, "--prompt", "x =", *flags[2:], "--top-p", "0.9")
 
 
-def test_a_text_ends_at_any_token_that_ends_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_text_ends_at_any_token_that_ends_one(tmp_path, capsys):
     write_data(tmp_path / "data", tokenizer=True)
     tokenizer = Tokenizer.load(tmp_path / "data/tokenizer.json")
     write_hugging_face(LLAMA.model_copy(update={"vocab_size": tokenizer.vocab_size}), tmp_path / "hf")
@@ -68,7 +63,7 @@ def test_a_text_ends_at_any_token_that_ends_one(tmp_path: Path, capsys: pytest.C
     assert len(short) < len(text)
 
 
-def test_what_is_wrong_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_wrong_is_named(tmp_path, capsys):
     write_hugging_face(LLAMA, tmp_path / "hf")
     for flags, told in (
         ([], "has no tokenizer; name one with --tokenizer FILE"),
@@ -94,9 +89,7 @@ def test_what_is_wrong_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[st
         assert told in capsys.readouterr().err
 
 
-def test_the_coldest_and_hottest_temperatures_and_the_largest_seed_give_text(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_coldest_and_hottest_temperatures_and_the_largest_seed_give_text(tmp_path, capsys):
     ByteTokenizer().save(tmp_path / "bytes.json")
     write_hugging_face(LLAMA.model_copy(update={"vocab_size": 257}), tmp_path / "hf")
     flags = [
@@ -114,9 +107,7 @@ def test_the_coldest_and_hottest_temperatures_and_the_largest_seed_give_text(
 
 
 @pytest.mark.parametrize("name", ["my_tok.json", "tokenizer.model"])
-def test_a_text_ends_at_the_end_token_of_a_tokenizer_of_any_name_and_kind(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_text_ends_at_the_end_token_of_a_tokenizer_of_any_name_and_kind(name, tmp_path, monkeypatch, capsys):
     path = tmp_path / name
     if name == "my_tok.json":
         ByteTokenizer().save(path)
@@ -124,13 +115,13 @@ def test_a_text_ends_at_the_end_token_of_a_tokenizer_of_any_name_and_kind(
         _train_sentencepiece(path)
     tokenizer = open_tokenizer(path)
     write_hugging_face(LLAMA.model_copy(update={"vocab_size": tokenizer.vocab_size}), tmp_path / "hf")
-    seen: list[Sequence[int]] = []
+    seen = []
     monkeypatch.setattr(results, "generate", lambda model, tokens, *rest: seen.append(rest[4]) or tokens)
     _generated(capsys, str(tmp_path / "hf"), "--tokenizer", str(path), "--prompt", "a b")
     assert seen == [(tokenizer.end_of_text,)]
 
 
-def _train_sentencepiece(path: Path) -> None:
+def _train_sentencepiece(path):
     sentencepiece = pytest.importorskip("sentencepiece")
     with path.open("wb") as file:
         sentencepiece.SentencePieceTrainer.train(

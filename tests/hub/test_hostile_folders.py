@@ -3,28 +3,22 @@ and index do not go together is refused with one line, and no name in it leads o
 reported by tensor and place.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import struct
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from megamix.cli import main
-from megamix.config import ModelConfig
 from megamix.hub.convert import import_model
 from megamix.hub.hugging_face import HuggingFaceWeights
 from megamix.model.config_json import GPT2_SIZES, ROTARY_SIZES
 from megamix.model.family import family_of
+from tests.builders import write_data
 from tests.checkpoint.faults import listing
 from tests.hub.folders import GPT2, LLAMA, write_hugging_face
-from tests.train.jobs import write_data
 
 QWEN3 = LLAMA.model_copy(update={"qk_norm": True})
 MODELS = {"gpt2": (GPT2, GPT2_SIZES), "llama": (LLAMA, ROTARY_SIZES), "qwen3": (QWEN3, ROTARY_SIZES)}
@@ -32,7 +26,7 @@ INDEX = "model.safetensors.index.json"
 NOT_SIZES = (True, "12", 1.5, -1, 0, [12], {"a": 1})
 
 
-def _refused(folder: Path) -> str:
+def _refused(folder):
     """Return the one line about a folder that can neither be imported nor opened."""
     with pytest.raises(ValueError, match=str(folder)) as error:
         HuggingFaceWeights(folder)
@@ -42,14 +36,14 @@ def _refused(folder: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def folders(tmp_path_factory):
     made = {name: tmp_path_factory.mktemp("models") / name for name in MODELS}
     for name, folder in made.items():
         write_hugging_face(MODELS[name][0], folder)
     return made
 
 
-def _with(folder: Path, target: Path, **keys: Any) -> Path:
+def _with(folder, target, **keys):
     """Put the folder's weights beside a config.json with other values."""
     target.mkdir(exist_ok=True)
     config = json.loads((folder / "config.json").read_text()) | keys
@@ -60,7 +54,7 @@ def _with(folder: Path, target: Path, **keys: Any) -> Path:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_size_that_the_tensors_do_not_have_is_refused(name: str, folders, tmp_path: Path) -> None:
+def test_a_size_that_the_tensors_do_not_have_is_refused(name, folders, tmp_path):
     """A user whose config.json belongs to another model's weights, or was edited by hand."""
     keys = MODELS[name][1]
     sizes = json.loads((folders[name] / "config.json").read_text())
@@ -95,13 +89,11 @@ def test_a_size_that_the_tensors_do_not_have_is_refused(name: str, folders, tmp_
         ({"hidden_act": "x" * 10**6}, "... (1000002 characters), megamix has 'silu' or 'swish'"),
     ],
 )
-def test_what_config_json_says_is_told_beside_what_the_tensors_say(
-    keys: dict[str, Any], told: str, folders, tmp_path: Path
-) -> None:
+def test_what_config_json_says_is_told_beside_what_the_tensors_say(keys, told, folders, tmp_path):
     assert told in _refused(_with(folders["llama"], tmp_path / "hf", **keys))
 
 
-def test_import_generate_and_evaluate_refuse_alike(folders, tmp_path: Path, capsys) -> None:
+def test_import_generate_and_evaluate_refuse_alike(folders, tmp_path, capsys):
     write_data(tmp_path / "data", tokenizer=True)
     folder = _with(folders["llama"], tmp_path / "hf", num_hidden_layers=3)
     (folder / "tokenizer.json").write_bytes((tmp_path / "data/tokenizer.json").read_bytes())
@@ -115,14 +107,14 @@ def test_import_generate_and_evaluate_refuse_alike(folders, tmp_path: Path, caps
     assert not (tmp_path / "in").exists()
 
 
-def _text(text: str | bytes) -> Callable[[Path], object]:
+def _text(text):
     return lambda folder: (folder / "config.json").write_bytes(text if isinstance(text, bytes) else text.encode())
 
 
-def _header(entries: object, length: int | None = None, body: bytes = bytes(64)) -> Callable[[Path], object]:
+def _header(entries, length=None, body=bytes(64)):
     text = json.dumps(entries).encode()
 
-    def make(folder: Path) -> None:
+    def make(folder):
         (folder / "model.safetensors").unlink()
         content = struct.pack("<Q", len(text) if length is None else length) + text + body
         (folder / "model.safetensors").write_bytes(content)
@@ -130,8 +122,8 @@ def _header(entries: object, length: int | None = None, body: bytes = bytes(64))
     return make
 
 
-def _index(names: object) -> Callable[[Path], object]:
-    def make(folder: Path) -> None:
+def _index(names):
+    def make(folder):
         (folder / "model.safetensors").rename(folder / "model-1.safetensors")
         (folder / INDEX).write_text(json.dumps({"weight_map": names}))
 
@@ -139,7 +131,7 @@ def _index(names: object) -> Callable[[Path], object]:
 
 
 F32 = {"dtype": "F32", "shape": [4, 4], "data_offsets": [0, 64]}
-HOSTILE: dict[str, tuple[Callable[[Path], object], str]] = {
+HOSTILE = {
     "a list": (_text("[1]"), "config.json holds no table"),
     "no UTF-8": (_text(b'{"model_type": "\xff"}'), "config.json is no JSON"),
     "a header of 2^63 bytes": (_header({}, 2**63), "Error while deserializing header"),
@@ -156,13 +148,13 @@ HOSTILE: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("what", HOSTILE)
-def test_a_file_made_to_do_harm_is_refused_in_one_line(what: str, folders, tmp_path: Path) -> None:
+def test_a_file_made_to_do_harm_is_refused_in_one_line(what, folders, tmp_path):
     make, told = HOSTILE[what]
     make(_with(folders["llama"], tmp_path / "hf"))
     assert told in _refused(tmp_path / "hf")
 
 
-def test_unknown_tensors_beyond_counting_are_told_in_one_line(folders, tmp_path: Path) -> None:
+def test_unknown_tensors_beyond_counting_are_told_in_one_line(folders, tmp_path):
     _with(folders["llama"], tmp_path / "hf")
     tensors = load_file(tmp_path / "hf/model.safetensors")
     (tmp_path / "hf/model.safetensors").unlink()
@@ -174,12 +166,12 @@ def test_unknown_tensors_beyond_counting_are_told_in_one_line(folders, tmp_path:
 
 
 @pytest.mark.parametrize("config", [GPT2, LLAMA, QWEN3, LLAMA.model_copy(update={"num_layers": 11})])
-def test_the_shapes_of_many_layers_are_those_of_the_model(config: ModelConfig) -> None:
+def test_the_shapes_of_many_layers_are_those_of_the_model(config):
     built = {name: tuple(param.shape) for name, param in family_of(config).on_meta(config).named_parameters()}
     assert list(family_of(config).shapes(config).items()) == list(built.items())
 
 
-def _spoil(folder: Path) -> None:
+def _spoil(folder):
     tensors = load_file(folder / "model.safetensors")
     tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = float("nan")
     tensors["model.layers.1.mlp.up_proj.weight"][9, 2:4] = float("inf")
@@ -189,8 +181,8 @@ def _spoil(folder: Path) -> None:
 
 
 def test_weights_that_are_not_finite_are_told_by_tensor_and_refused_unless_asked_for(
-    folders, tmp_path: Path, capsys, caplog, monkeypatch
-) -> None:
+    folders, tmp_path, capsys, caplog, monkeypatch
+):
     write_data(tmp_path / "data", tokenizer=True)
     folder = _with(folders["llama"], tmp_path / "hf", eos_token_id=3)
     _spoil(folder)
@@ -221,7 +213,7 @@ def test_weights_that_are_not_finite_are_told_by_tensor_and_refused_unless_asked
     assert "3, the first nan at blocks.1.feed_forward.up.weight [3, 5]" in capsys.readouterr().err
 
 
-def test_the_place_of_a_weight_is_that_in_their_tensor(folders, tmp_path: Path) -> None:
+def test_the_place_of_a_weight_is_that_in_their_tensor(folders, tmp_path):
     folder = _with(folders["gpt2"], tmp_path / "hf")
     tensors = load_file(folder / "model.safetensors")
     tensors["transformer.h.0.attn.c_attn.weight"][4, 24 + 7] = float("inf")  # in the last third, attention's values
@@ -231,7 +223,7 @@ def test_the_place_of_a_weight_is_that_in_their_tensor(folders, tmp_path: Path) 
         import_model(folder, tmp_path / "in")
 
 
-def test_files_of_the_tokenizer_are_files_of_the_folder(folders, tmp_path: Path) -> None:
+def test_files_of_the_tokenizer_are_files_of_the_folder(folders, tmp_path):
     (tmp_path / "secret.json").write_text('{"password": 1}')
     _with(folders["llama"], tmp_path / "hf")
     tokenizer = tmp_path / "hf/tokenizer_config.json"
@@ -251,7 +243,7 @@ def test_files_of_the_tokenizer_are_files_of_the_folder(folders, tmp_path: Path)
     assert listing(tmp_path) == ["hf", "secret.json"]
 
 
-def test_a_cache_of_hugging_face_with_its_links_is_read(folders, tmp_path: Path) -> None:
+def test_a_cache_of_hugging_face_with_its_links_is_read(folders, tmp_path):
     snapshot, blobs = tmp_path / "cache/snapshots/abc", tmp_path / "cache/blobs"
     blobs.mkdir(parents=True)
     snapshot.mkdir(parents=True)

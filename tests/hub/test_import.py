@@ -2,12 +2,8 @@
 refused by name. An import is streamed, verified, and whole or missing; a run on any ranks can begin from it.
 """
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,17 +14,17 @@ from megamix.checkpoint import boxes
 from megamix.checkpoint.folder import Files
 from megamix.checkpoint.verify import read_checkpoint
 from megamix.cli import main
-from megamix.config import ConfigError, ModelConfig, load_config
+from megamix.config import ConfigError, load_config
 from megamix.hub.convert import import_model
 from megamix.hub.hugging_face import HuggingFaceWeights
 from megamix.hub.source import CheckpointWeights, open_source
 from megamix.mixed_precision.engine import ShardedEngine
+from tests.builders import SEQ_LEN, run_on_ranks, write_data
 from tests.checkpoint.faults import listing
 from tests.hub.folders import GPT2, LLAMA, job_from, random_model, shapes, write_hugging_face
-from tests.train.jobs import SEQ_LEN, run_on_ranks, write_data
 
 
-def _change(folder: Path, **keys: Any) -> None:
+def _change(folder, **keys):
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | keys))
 
@@ -37,16 +33,14 @@ Tensors = dict[str, Tensor]
 WINDOW = {"use_sliding_window": True, "sliding_window": 16}
 
 
-def _rewrite(folder: Path, change: Callable[[Tensors], object]) -> None:
+def _rewrite(folder, change):
     path = folder / "model.safetensors"
     tensors = load_file(path)
     change(tensors)
     save_file(tensors, path)
 
 
-def test_an_imported_folder_is_a_verified_checkpoint_a_base_and_a_tokenizer(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_imported_folder_is_a_verified_checkpoint_a_base_and_a_tokenizer(tmp_path, capsys):
     write_data(tmp_path / "data", tokenizer=True)
     model = write_hugging_face(LLAMA, tmp_path / "hf")
     (tmp_path / "hf/tokenizer.json").write_bytes((tmp_path / "data/tokenizer.json").read_bytes())
@@ -71,15 +65,13 @@ def test_an_imported_folder_is_a_verified_checkpoint_a_base_and_a_tokenizer(
 
 
 @pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
-def test_shards_and_pieces_of_any_size_hold_the_same_weights(
-    config: ModelConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shards_and_pieces_of_any_size_hold_the_same_weights(config, tmp_path, monkeypatch):
     model = write_hugging_face(config, tmp_path / "hf", shard_size=3000)
     assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 4
     largest = 0
     read = HuggingFaceWeights.read
 
-    def measured(weights: HuggingFaceWeights, param: str, box: boxes.Box) -> Tensor:
+    def measured(weights, param, box):
         nonlocal largest
         largest = max(largest, box.numel)
         return read(weights, param, box)
@@ -98,11 +90,7 @@ def test_shards_and_pieces_of_any_size_hold_the_same_weights(
 @pytest.mark.parametrize(
     ("config", "keys", "told"),
     [
-        (
-            LLAMA,
-            {"model_type": "falcon"},
-            "gemma2, gemma3_text; to train it as it is",
-        ),
+        (LLAMA, {"model_type": "falcon"}, "gemma2, gemma3_text; to train it as it is"),
         (LLAMA, {"hidden_act": "gelu"}, "hidden_act is 'gelu', megamix has 'silu' or 'swish'"),
         (LLAMA, {"attention_bias": "x"}, "attention_bias is 'x', megamix has False or True"),
         (LLAMA, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type is 'dynamic'"),
@@ -139,9 +127,7 @@ def test_shards_and_pieces_of_any_size_hold_the_same_weights(
         (GPT2, {"n_embd": 13}, "model.hidden_size: got 13, must divide by num_heads 2"),
     ],
 )
-def test_what_our_transformer_does_not_do_is_refused(
-    config: ModelConfig, keys: dict[str, Any], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_our_transformer_does_not_do_is_refused(config, keys, told, tmp_path, capsys):
     write_hugging_face(config, tmp_path / "hf")
     _change(tmp_path / "hf", **keys)
     assert main(["import", str(tmp_path / "hf"), "--output", str(tmp_path / "in")]) == 2
@@ -154,7 +140,7 @@ def test_what_our_transformer_does_not_do_is_refused(
 @pytest.mark.parametrize(
     "keys", [{"model_type": "falcon"}, {"hidden_act": "gelu"}, {"quantization_config": {"bits": 4}}]
 )
-def test_what_cannot_be_imported_is_told_with_the_next_step(keys: dict[str, Any], tmp_path: Path) -> None:
+def test_what_cannot_be_imported_is_told_with_the_next_step(keys, tmp_path):
     write_hugging_face(LLAMA, tmp_path / "hf")
     _change(tmp_path / "hf", **keys)
     with pytest.raises(
@@ -165,7 +151,7 @@ def test_what_cannot_be_imported_is_told_with_the_next_step(keys: dict[str, Any]
 
 
 @pytest.mark.parametrize("key", ["vocab_size", "hidden_size", "intermediate_size", "num_attention_heads"])
-def test_a_size_that_is_not_there_is_named(key: str, tmp_path: Path) -> None:
+def test_a_size_that_is_not_there_is_named(key, tmp_path):
     write_hugging_face(LLAMA, tmp_path / "hf")
     path = tmp_path / "hf/config.json"
     path.write_text(json.dumps({name: value for name, value in json.loads(path.read_text()).items() if name != key}))
@@ -173,10 +159,10 @@ def test_a_size_that_is_not_there_is_named(key: str, tmp_path: Path) -> None:
         import_model(tmp_path / "hf", tmp_path / "in")
 
 
-def test_missing_unknown_and_misshapen_tensors_are_all_named(tmp_path: Path) -> None:
+def test_missing_unknown_and_misshapen_tensors_are_all_named(tmp_path):
     write_hugging_face(LLAMA, tmp_path / "hf")
 
-    def change(tensors: Tensors) -> None:
+    def change(tensors):
         del tensors["model.norm.weight"]
         tensors["model.layers.0.mlp.experts.weight"] = torch.zeros(3, 4)
         tensors["model.layers.1.self_attn.q_proj.weight"] = torch.zeros(12, 11)
@@ -194,10 +180,10 @@ def test_missing_unknown_and_misshapen_tensors_are_all_named(tmp_path: Path) -> 
         assert told in str(error.value)
 
 
-def test_buffers_a_tied_head_and_names_without_their_base_are_known(tmp_path: Path) -> None:
+def test_buffers_a_tied_head_and_names_without_their_base_are_known(tmp_path):
     model = write_hugging_face(GPT2, tmp_path / "hf")
 
-    def change(tensors: Tensors) -> None:
+    def change(tensors):
         for name in list(tensors):
             tensors[name.removeprefix("transformer.")] = tensors.pop(name)
         tensors["h.0.attn.bias"] = torch.ones(1, 1, 32, 32, dtype=torch.uint8)
@@ -209,7 +195,7 @@ def test_buffers_a_tied_head_and_names_without_their_base_are_known(tmp_path: Pa
     assert all(torch.equal(one, two) for one, two in zip(model.parameters(), loaded.parameters(), strict=True))
 
 
-def test_only_safetensors_that_are_all_there_are_read(tmp_path: Path) -> None:
+def test_only_safetensors_that_are_all_there_are_read(tmp_path):
     folder = tmp_path / "hf"
     write_hugging_face(LLAMA, folder, shard_size=3000)
     index = folder / "model.safetensors.index.json"
@@ -232,12 +218,10 @@ def test_only_safetensors_that_are_all_there_are_read(tmp_path: Path) -> None:
         import_model(folder, tmp_path / "in")
 
 
-def test_an_import_that_fails_leaves_nothing_and_one_that_is_there_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_import_that_fails_leaves_nothing_and_one_that_is_there_stays(tmp_path, monkeypatch):
     write_hugging_face(LLAMA, tmp_path / "hf")
 
-    def full(files: Files, path: Path) -> Any:
+    def full(files, path):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
@@ -251,12 +235,12 @@ def test_an_import_that_fails_leaves_nothing_and_one_that_is_there_stays(
             import_model(tmp_path / folder, tmp_path / "in")
 
 
-def _state_at_the_start(config: Any) -> tuple[dict[str, Tensor], float, int]:
+def _state_at_the_start(config):
     """Return FP32 weights, largest optimizer state and updates at the moment when a job begins to train."""
-    seen: list[tuple[dict[str, Tensor], float, int]] = []
+    seen = []
     publish = ShardedEngine.publish_masters
 
-    def look(engine: ShardedEngine) -> None:
+    def look(engine):
         publish(engine)
         states = [
             float(tensor.abs().max()) for owned in engine.owned_ranges() for tensor in [*owned.tensors.values()][1:]
@@ -270,7 +254,7 @@ def _state_at_the_start(config: Any) -> tuple[dict[str, Tensor], float, int]:
     return seen[0]
 
 
-def test_every_rank_begins_from_the_imported_masters_with_nothing_else(tmp_path: Path, run_ranks: Any) -> None:
+def test_every_rank_begins_from_the_imported_masters_with_nothing_else(tmp_path, run_ranks):
     write_data(tmp_path / "data")
     model = write_hugging_face(GPT2, tmp_path / "hf")
     import_model(tmp_path / "hf", tmp_path / "in", file_size=3000)
@@ -282,12 +266,12 @@ def test_every_rank_begins_from_the_imported_masters_with_nothing_else(tmp_path:
     assert rows[0]["step"] == 1
 
 
-def test_an_imported_mixture_is_trained_with_balance_and_goes_on_with_another(tmp_path: Path, capsys) -> None:
+def test_an_imported_mixture_is_trained_with_balance_and_goes_on_with_another(tmp_path, capsys):
     write_data(tmp_path / "data")
     random_model("qwen3_moe", next(shapes("qwen3_moe", 1))).save_pretrained(tmp_path / "hf")
     import_model(tmp_path / "hf", tmp_path / "in")
 
-    def run(steps: int, **experts: float) -> None:
+    def run(steps, **experts):
         changes = {f"model.experts.{key}": value for key, value in experts.items()}
         changes |= {"model.seq_len": SEQ_LEN, "training.steps": steps}
         run_on_ranks(job_from(tmp_path / "in", tmp_path / "data", tmp_path / "run", **changes))
@@ -309,7 +293,7 @@ def test_an_imported_mixture_is_trained_with_balance_and_goes_on_with_another(tm
     assert still == {name for name in before if name.endswith("balance.value")} != set()
 
 
-def test_another_model_than_the_imported_one_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_model_than_the_imported_one_is_refused(tmp_path, capsys):
     write_data(tmp_path / "data")
     write_hugging_face(GPT2, tmp_path / "hf")
     import_model(tmp_path / "hf", tmp_path / "in")

@@ -2,10 +2,7 @@
 several MiB.
 """
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 from megamix.checkpoint.boxes import Box
 from megamix.checkpoint.tensor_file import safetensors_header
@@ -17,7 +14,7 @@ from tests.hub.folders import write_hugging_face
 LAYERS, EXPERTS, SHARDS = 61, 256, 4
 
 
-def _model(num_layers: int, num_experts: int) -> ModelConfig:
+def _model(num_layers, num_experts):
     experts = ExpertsConfig(num_experts=num_experts, top_k=2, ffn_hidden_size=2, bias_rate=0.0)
     return ModelConfig(
         vocab_size=8, seq_len=8, hidden_size=2, num_layers=num_layers, num_heads=1, head_dim=2, qk_norm=True,
@@ -25,7 +22,7 @@ def _model(num_layers: int, num_experts: int) -> ModelConfig:
     )  # fmt: skip
 
 
-def _write(folder: Path) -> None:
+def _write(folder):
     """Write all tensors in shards, as zeros that take no disk, with their index."""
     write_hugging_face(_model(1, 2), folder)  # for config.json
     (folder / "model.safetensors").unlink()
@@ -44,7 +41,7 @@ def _write(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}, indent=2))
 
 
-def test_a_model_of_many_experts_opens(tmp_path: Path) -> None:
+def test_a_model_of_many_experts_opens(tmp_path):
     """A user who imports such a model, whose sizes are those of the field's largest."""
     _write(tmp_path / "hf")
     assert (tmp_path / "hf/model.safetensors.index.json").stat().st_size > 4 << 20

@@ -2,12 +2,8 @@
 one line what is wrong in its manifest.
 """
 
-from __future__ import annotations
-
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,18 +12,14 @@ from megamix.hub.convert import import_model
 from tests.checkpoint.seal import edit
 from tests.hub.folders import LLAMA, write_hugging_face
 
-VERBS = {
-    "generate": [],
-    "evaluate": ["--data", "nowhere"],
-    "export": ["--to", "hf", "out"],
-}
+VERBS = {"generate": [], "evaluate": ["--data", "nowhere"], "export": ["--to", "hf", "out"]}
 
 
-def _toml(text: str) -> Callable[[dict[str, Any]], None]:
+def _toml(text):
     return lambda fields: fields["run"].update(config=fields["run"]["config"] + text)
 
 
-WRONG: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+WRONG = {
     "another model": (lambda fields: fields["params"][0].update(name="x"), "x"),
     "no model": (lambda fields: fields["run"].update(config=""), "vocab_size"),
     "a library's": (
@@ -42,7 +34,7 @@ WRONG: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
 
 
 @pytest.fixture(scope="module")
-def imported(tmp_path_factory) -> Path:
+def imported(tmp_path_factory):
     folder = Path(tmp_path_factory.mktemp("imported"))
     write_hugging_face(LLAMA, folder / "hf")
     import_model(folder / "hf", folder / "in")
@@ -51,7 +43,7 @@ def imported(tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_manifest_is_told_by_name(imported, tmp_path, monkeypatch, capsys, name: str, verb: str) -> None:
+def test_a_wrong_manifest_is_told_by_name(imported, tmp_path, monkeypatch, capsys, name, verb):
     change, told = WRONG[name]
     monkeypatch.chdir(tmp_path)
     copy = shutil.copytree(imported, tmp_path / "copy")

@@ -2,8 +2,6 @@
 micro-batch, and inf or NaN. Finite gradients are never named.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import random
@@ -11,9 +9,8 @@ import random
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from megamix import Precision, ShardedEngine, StaticLossScale, StepResult
+from megamix import Precision, StaticLossScale
 from megamix.builders.objects import build_training
 from megamix.inspect.culprits import (
     Origin,
@@ -28,35 +25,34 @@ from megamix.inspect.culprits import (
 )
 from megamix.mixed_precision.flat_layout import ParamSpec, Piece
 from megamix.tools.verify.layouts.observe import take_step
+from tests.builders import loss_of, make_batch, make_engine, make_model
 from tests.conftest import FULL
-from tests.distributed.models import loss_of, make_batch, make_model
 from tests.distributed.test_overflow import Injector
-from tests.engines import make_engine
 from tests.parallel.test_expert_parallel import experts_job
 
 ACCUM, TRIALS = 2, 20
 INF, NAN = math.inf, math.nan
 
 
-def _build(dtype: torch.dtype = torch.float16) -> tuple[ShardedEngine, Injector]:
+def _build(dtype=torch.float16):
     model = make_model()
     injector = Injector(model)
     precision = Precision(dtype, loss_scale=StaticLossScale(2.0**8))
     return make_engine(model, precision=precision, shard="states", bucket_size=1500, grad_accum_steps=ACCUM), injector
 
 
-def _attempt(engine: ShardedEngine, injector: Injector, step: int) -> StepResult:
+def _attempt(engine, injector, step):
     for micro_batch in range(ACCUM):
         injector.micro_batch = micro_batch
         engine.backward(loss_of(engine.module, make_batch(step, dist.get_rank(), micro_batch)))
     return engine.step()
 
 
-def _faults(engine: ShardedEngine, result: StepResult) -> list[tuple[str, str | None]]:
+def _faults(engine, result):
     return [(peak.name, peak.fault) for peak in gather_peaks(engine, result.by_piece, result.peak_rows) if peak.fault]
 
 
-def _random_injections(trials: int) -> list[str]:
+def _random_injections(trials):
     """Return the failures: each trial injects one fault, and both ways of naming must name exactly that."""
     engine, injector = _build()
     wrong = []
@@ -77,11 +73,11 @@ def _random_injections(trials: int) -> list[str]:
 
 
 @pytest.mark.uncounted
-def test_random_injections_are_named_by_parameter_rank_and_micro_batch(run_ranks) -> None:
+def test_random_injections_are_named_by_parameter_rank_and_micro_batch(run_ranks):
     assert run_ranks(_random_injections, 2, 200 if FULL else TRIALS) == [[], []]
 
 
-def _clean_runs(runs: int) -> list[str]:
+def _clean_runs(runs):
     wrong = []
     for run in range(runs):
         engine, injector = _build()
@@ -94,11 +90,11 @@ def _clean_runs(runs: int) -> list[str]:
 
 
 @pytest.mark.uncounted
-def test_clean_runs_name_nobody(run_ranks) -> None:
+def test_clean_runs_name_nobody(run_ranks):
     assert run_ranks(_clean_runs, 2, TRIALS) == [[], []]
 
 
-def _named(dtype: torch.dtype, name: str, micro_batch: int, values: list[float]) -> tuple[object, Origins]:
+def _named(dtype, name, micro_batch, values):
     """Return (faults, origins) if each rank injects a value of its own."""
     engine, injector = _build(dtype)
     injector.target = (name, micro_batch, values[dist.get_rank()])
@@ -107,12 +103,12 @@ def _named(dtype: torch.dtype, name: str, micro_batch: int, values: list[float])
     return _faults(engine, result), gather_origins(engine, result.examination)
 
 
-def test_a_sum_that_overflows_alone_names_the_parameter_and_no_rank(run_ranks) -> None:
+def test_a_sum_that_overflows_alone_names_the_parameter_and_no_rank(run_ranks):
     answer = ([("blocks.1.up.weight", "inf")], Origins([], 0))
     assert run_ranks(_named, 2, torch.float16, "blocks.1.up.weight", 0, [40_000.0, 40_000.0]) == [answer, answer]
 
 
-def test_finite_but_too_large_to_square_is_told_apart(run_ranks) -> None:
+def test_finite_but_too_large_to_square_is_told_apart(run_ranks):
     origin = Origin("norm.weight", 1, 1, "too large to square")
     answer = ([("norm.weight", "too large to square")], Origins([origin], 0))
     assert run_ranks(_named, 2, torch.bfloat16, "norm.weight", 1, [1.0, 2.0**64]) == [answer, answer]
@@ -120,7 +116,7 @@ def test_finite_but_too_large_to_square_is_told_apart(run_ranks) -> None:
     assert run_ranks(_named, 2, torch.bfloat16, "norm.weight", 1, [1.0, 2.0**63]) == [answer, answer]
 
 
-def test_a_parameter_in_pieces_is_one_whose_worst_piece_counts() -> None:
+def test_a_parameter_in_pieces_is_one_whose_worst_piece_counts():
     table = torch.tensor([[[1.0, 1.0], [4.0, 2.0]], [[2.0, 3.0], [INF, 2.0**70]], [[NAN, NAN], [INF, INF]]])
     table = torch.cat([table, torch.zeros_like(table)], 2)
     first, second = merge_peaks(table[:2], ["a", "b"])
@@ -132,13 +128,13 @@ def test_a_parameter_in_pieces_is_one_whose_worst_piece_counts() -> None:
 UP = "blocks.1.feed_forward.up.weight"
 
 
-def _places(layout: str, ep_size: int, shard: str, wrong: dict[int, float]) -> list[str]:
+def _places(layout, ep_size, shard, wrong):
     """Return what overflows if the gradients of some experts, by their numbers in the model, get a value each."""
     config = experts_job(layout, ep_size, "bf16", shard)
     runner = build_training(config, torch.device("cpu"))
     engine, ep = runner.engine, runner.engine.topology.along("ep")
 
-    def plant(grad: Tensor) -> Tensor:
+    def plant(grad):
         grad, first = grad.clone(), ep.rank * len(grad)
         for expert in range(first, first + len(grad)):
             if expert in wrong:
@@ -152,7 +148,7 @@ def _places(layout: str, ep_size: int, shard: str, wrong: dict[int, float]) -> l
 
 
 @pytest.mark.parametrize(("layout", "ep_size", "shard"), [("dp2", 2, "states"), ("dp2", 1, "gradients")])
-def test_an_overflow_names_the_expert(run_ranks, layout: str, ep_size: int, shard: str) -> None:
+def test_an_overflow_names_the_expert(run_ranks, layout, ep_size, shard):
     for wrong, told in (
         ({5: INF}, f"{UP}, expert 5 (inf)"),
         ({0: 2.0**64}, f"{UP}, expert 0 (too large to square)"),
@@ -162,7 +158,7 @@ def test_an_overflow_names_the_expert(run_ranks, layout: str, ep_size: int, shar
         assert run_ranks(_places, 2, layout, ep_size, shard, wrong) == [[told]] * 2
 
 
-def test_rows_that_two_experts_share_name_both() -> None:
+def test_rows_that_two_experts_share_name_both():
     spec = ParamSpec.whole("up", (4, 5, 10), 0)
     spec = dataclasses.replace(spec, full_shape=(8, 5, 10), offset=(4, 0, 0), along="ep")
     piece = Piece(spec, first=64, start=0, end=192, numel=136)
@@ -171,7 +167,7 @@ def test_rows_that_two_experts_share_name_both() -> None:
         assert found.tolist() == [[*map(float, experts)]]
 
 
-def test_origins_come_in_the_order_of_backward_and_the_surplus_is_counted() -> None:
+def test_origins_come_in_the_order_of_backward_and_the_surplus_is_counted():
     local = torch.zeros(3, 40, 3, dtype=torch.float64)
     local[1, 5] = torch.tensor([2.0, 1.0, NAN])
     local[1, 9, 0] = 1
@@ -194,6 +190,6 @@ def test_origins_come_in_the_order_of_backward_and_the_surplus_is_counted() -> N
 @pytest.mark.parametrize(
     ("max_abs", "want"), [(65504.0, 0.0), (65504 / 4, 2.0), (INF, -INF), (0.0, INF), (131008.0, -1)]
 )
-def test_headroom_is_octaves_to_the_end_of_fp16(max_abs: float, want: float) -> None:
+def test_headroom_is_octaves_to_the_end_of_fp16(max_abs, want):
     assert headroom(max_abs) == want
     assert math.isnan(headroom(NAN))

@@ -2,8 +2,6 @@
 keeps, each storage once.
 """
 
-from __future__ import annotations
-
 import re
 
 import torch
@@ -18,11 +16,11 @@ from megamix.inspect.live_tensors import tell_live_tensors
 class _Bare(torch.Tensor):
     """A tensor without a storage to ask."""
 
-    def untyped_storage(self) -> torch.UntypedStorage:
+    def untyped_storage(self):
         raise RuntimeError("no storage")
 
 
-def _fail(layer: nn.Linear) -> None:
+def _fail(layer):
     given = torch.randn(500, 300)
     bare = torch.ones(3).as_subclass(_Bare)
     # A compiler holds fake tensors, which take no memory and have no number as size.
@@ -34,7 +32,7 @@ def _fail(layer: nn.Linear) -> None:
     raise MemoryError("no more")
 
 
-def test_live_tensors_are_named_and_counted_once(tmp_path, capsys) -> None:
+def test_live_tensors_are_named_and_counted_once(tmp_path, capsys):
     layer, calls = nn.Linear(300, 300), []
     layer.register_forward_hook(lambda *_: calls.append(1))
     try:
@@ -54,6 +52,6 @@ def test_live_tensors_are_named_and_counted_once(tmp_path, capsys) -> None:
     assert len(calls) == 2  # the layer whose backward would compute it again was not
 
 
-def test_a_list_that_cannot_be_written_changes_no_end(tmp_path, capsys) -> None:
+def test_a_list_that_cannot_be_written_changes_no_end(tmp_path, capsys):
     tell_live_tensors(tmp_path / "missing", 0, None, MemoryError("no more"))
     assert capsys.readouterr().err == ""

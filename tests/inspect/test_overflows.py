@@ -4,20 +4,15 @@ import math
 
 import pytest
 
-from megamix.inspect.culprits import Fault, Origin, Origins, ParamPeak
+from megamix.inspect.culprits import Origin, Origins, ParamPeak
 from megamix.inspect.overflows import cause, culprit_table, origin_lines, overflow_words
 
 INF, NAN = math.inf, math.nan
 NAMES = ["embedding.weight", "blocks.0.up.weight", "blocks.0.down.weight", "blocks.1.up.weight", "norm.weight"]
-VALUES: dict[Fault | None, tuple[float, float]] = {
-    None: (4.0, 2.0),
-    "inf": (INF, INF),
-    "NaN": (NAN, NAN),
-    "too large to square": (INF, 2.0**64),
-}
+VALUES = {None: (4.0, 2.0), "inf": (INF, INF), "NaN": (NAN, NAN), "too large to square": (INF, 2.0**64)}
 
 
-def peaks(**faults: Fault) -> list[ParamPeak]:
+def peaks(**faults):
     """Return all parameters, with faults by the last two parts of their names, joined by an underscore."""
     found = {
         name: next((faults[key] for key in faults if name.startswith(key.replace("_", "."))), None) for name in NAMES
@@ -25,7 +20,7 @@ def peaks(**faults: Fault) -> list[ParamPeak]:
     return [ParamPeak(name, *VALUES[fault]) for name, fault in found.items()]
 
 
-def test_one_line_names_the_culprit_and_the_nearest_other() -> None:
+def test_one_line_names_the_culprit_and_the_nearest_other():
     rest = peaks(blocks_0_down="inf")
     rest[0] = ParamPeak("embedding.weight", 1e9, 65504 / 4)
     assert overflow_words(4.5, rest) == (
@@ -36,12 +31,12 @@ def test_one_line_names_the_culprit_and_the_nearest_other() -> None:
     assert overflow_words(4.5, rest).endswith("embedding.weight at 1e+15")  # BF16 goes on where FP16 ends
 
 
-def test_many_culprits_are_counted_from_the_end_of_the_model() -> None:
-    faults: dict[str, Fault] = {"blocks": "inf", "norm": "NaN", "embedding": "inf"}
+def test_many_culprits_are_counted_from_the_end_of_the_model():
+    faults = {"blocks": "inf", "norm": "NaN", "embedding": "inf"}
     assert overflow_words(4.5, peaks(**faults)) == (
         "norm.weight (NaN), blocks.1.up.weight (inf) and 3 more of 5 parameters"
     )
-    everywhere: dict[str, Fault] = {"blocks": "inf", "norm": "inf", "embedding": "inf"}
+    everywhere = {"blocks": "inf", "norm": "inf", "embedding": "inf"}
     assert overflow_words(4.5, peaks(**everywhere)) == "all 5 parameters (inf)"
 
 
@@ -55,12 +50,12 @@ def test_many_culprits_are_counted_from_the_end_of_the_model() -> None:
         (4.5, "too large to square", "loss and gradients are finite, but a gradient's square is beyond FP32"),
     ],
 )
-def test_the_cause_tells_loss_gradient_and_square_apart(loss: float, fault: Fault, words: str) -> None:
+def test_the_cause_tells_loss_gradient_and_square_apart(loss, fault, words):
     assert cause(loss, peaks(blocks_1=fault)).startswith(words)
     assert overflow_words(loss, peaks(blocks_1=fault)).startswith("the loss is ") == (not math.isfinite(loss))
 
 
-def test_each_culprit_has_a_line_with_ranks_and_micro_batches() -> None:
+def test_each_culprit_has_a_line_with_ranks_and_micro_batches():
     found = [
         Origin("blocks.1.up.weight", 0, 1, "inf"),
         Origin("blocks.1.up.weight", 0, 3, "inf"),
@@ -76,7 +71,7 @@ def test_each_culprit_has_a_line_with_ranks_and_micro_batches() -> None:
     assert origin_lines(many, Origins([], 0))[-1] == "and 36 more parameters"
 
 
-def test_the_table_of_a_run_that_gives_up_counts_parameters_and_layers() -> None:
+def test_the_table_of_a_run_that_gives_up_counts_parameters_and_layers():
     history = [peaks(blocks_0="inf"), peaks(blocks_0_down="inf"), peaks(blocks_0_down="NaN", norm="NaN")]
     assert culprit_table(history) == [
         "blocks.0.down.weight: inf in 2 of 3",
@@ -88,6 +83,6 @@ def test_the_table_of_a_run_that_gives_up_counts_parameters_and_layers() -> None
     assert culprit_table([[ParamPeak(str(number), INF, INF) for number in range(40)]])[-2] == "and 28 more"
 
 
-def test_attempts_without_an_overflow_name_nobody() -> None:
+def test_attempts_without_an_overflow_name_nobody():
     assert culprit_table([peaks()] * 20) == []
     assert origin_lines(peaks(), Origins([], 0)) == []

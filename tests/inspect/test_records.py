@@ -3,48 +3,43 @@ that runs the forward. Values of evaluations, probes, discarded steps and traces
 over ranks by its `reduce`; different names on ranks are an error.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import megamix
 from megamix import HeadroomLossScale, Precision, StaticLossScale, add_loss, record
 from megamix.cli import main
 from megamix.comm.topology import Topology
 from megamix.config import ModelConfig
 from megamix.inspect.records import FromRank, combine, gather_recorded
 from megamix.model.transformer import Transformer
-from tests.distributed.models import loss_of, make_batch, make_model
-from tests.engines import make_engine
+from tests.builders import loss_of, make_batch, make_engine, make_model
 from tests.mixed_precision.test_no_host_read import no_host_read
 
 
-def _record_all(name: str, value: Tensor) -> None:
+def _record_all(name, value):
     for reduce in ("mean", "sum", "max", "min"):
         record(f"{name}/{reduce}", value, reduce)
 
 
-def _record_output(module: nn.Module, args: object, out: Tensor) -> None:
+def _record_output(module, args, out):
     _record_all("out", out.abs().amax())
 
 
-def _values(result: megamix.StepResult) -> dict[str, float]:
+def _values(result):
     return {name: float(value) for name, value in result.recorded.values().items()}
 
 
-def _expected(name: str, values: list[float]) -> dict[str, float]:
+def _expected(name, values):
     numbers = torch.tensor(values, dtype=torch.float32)
     by_reduce = {"mean": numbers.mean(), "sum": numbers.sum(), "max": numbers.amax(), "min": numbers.amin()}
     return {f"{name}/{reduce}": float(value) for reduce, value in by_reduce.items()}
 
 
-def test_values_of_all_calls_and_micro_batches_of_a_step_are_combined_as_they_say() -> None:
+def test_values_of_all_calls_and_micro_batches_of_a_step_are_combined_as_they_say():
     model, seen = make_model(), []
     engine = make_engine(model, grad_accum_steps=2)
     for block in model.blocks:
@@ -69,7 +64,7 @@ def test_values_of_all_calls_and_micro_batches_of_a_step_are_combined_as_they_sa
         assert float(result.recorded.num_values) == 24 + 4 + 2 + 1
 
 
-def test_nan_and_inf_are_told() -> None:
+def test_nan_and_inf_are_told():
     engine = make_engine()
     for value in (1.0, torch.nan, 2.0):
         _record_all("odd", torch.tensor(value))
@@ -77,13 +72,13 @@ def test_nan_and_inf_are_told() -> None:
     assert all(torch.isnan(value) for value in engine.step().recorded.values().values())
 
 
-def test_what_is_no_part_of_a_step_does_not_count() -> None:
+def test_what_is_no_part_of_a_step_does_not_count():
     model = make_model()
     record("alone", torch.ones(()))  # no engine: no effect
     scale = HeadroomLossScale(window=4)
     engine = make_engine(model, precision=Precision(torch.float16, loss_scale=scale))
 
-    def forward(value: float) -> Tensor:
+    def forward(value):
         record("value", torch.tensor(value), "sum")
         return loss_of(engine, make_batch(0, 0, 0))
 
@@ -104,7 +99,7 @@ def test_what_is_no_part_of_a_step_does_not_count() -> None:
     assert gather_recorded(result.recorded, engine.topology, engine.world) == {}
 
 
-def test_each_engine_has_what_its_own_forward_recorded() -> None:
+def test_each_engine_has_what_its_own_forward_recorded():
     engines = [make_engine() for _ in range(2)]
     losses = []
     for number, engine in enumerate(engines):
@@ -115,7 +110,7 @@ def test_each_engine_has_what_its_own_forward_recorded() -> None:
     assert [_values(engine.step()) for engine in engines] == [{"number": 0.0}, {"number": 1.0}]
 
 
-def test_two_live_engines_report_each_their_own_however_their_models_are_called() -> None:
+def test_two_live_engines_report_each_their_own_however_their_models_are_called():
     models = [make_model() for _ in range(2)]
     engines = [make_engine(model) for model in models]
     for number, model in enumerate(models):
@@ -127,7 +122,7 @@ def test_two_live_engines_report_each_their_own_however_their_models_are_called(
         assert [{*_values(engine.step())} for engine in engines] == [{"of/0"}, {"of/1"}]
 
 
-def test_what_backward_computes_again_is_told_to_no_other_engine() -> None:
+def test_what_backward_computes_again_is_told_to_no_other_engine():
     models = [make_model(recompute=True) for _ in range(2)]
     engines = [make_engine(model) for model in models]
     for model in models:
@@ -139,7 +134,7 @@ def test_what_backward_computes_again_is_told_to_no_other_engine() -> None:
     assert [_values(engine.step()) for engine in engines] == [{"calls": len(models[0].blocks)}] * 2
 
 
-def test_the_micro_batches_of_a_pipeline_report_to_their_own_engine() -> None:
+def test_the_micro_batches_of_a_pipeline_report_to_their_own_engine():
     first, second = (make_engine() for _ in range(2))
     with first.micro_batches(1), first.backward_pass(0, []):
         record("piped", torch.ones(()))
@@ -148,7 +143,7 @@ def test_the_micro_batches_of_a_pipeline_report_to_their_own_engine() -> None:
 
 
 @pytest.mark.parametrize("device", ["meta", "fake"])
-def test_a_trace_beside_a_live_engine_reports_to_nobody(device: str) -> None:
+def test_a_trace_beside_a_live_engine_reports_to_nobody(device):
     engine = make_engine()
     record("rows", torch.ones(()))
     with FakeTensorMode() if device == "fake" else torch.device("meta"):
@@ -158,7 +153,7 @@ def test_a_trace_beside_a_live_engine_reports_to_nobody(device: str) -> None:
     assert _values(engine.step()) == {"rows": 1.0}
 
 
-def test_a_plan_of_experts_leaves_the_rows_of_a_live_engine_as_they_were(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_of_experts_leaves_the_rows_of_a_live_engine_as_they_were(capsys):
     engine = make_engine()
     record("router/balance_loss", torch.ones(()))  # a name that the plan's experts record, too
     assert main(["plan", "configs/quickstart_moe.toml", "--world", "2", "--device", "cpu"]) == 0
@@ -166,14 +161,14 @@ def test_a_plan_of_experts_leaves_the_rows_of_a_live_engine_as_they_were(capsys:
     assert _values(engine.step()) == {"router/balance_loss": 1.0}
 
 
-def test_an_added_loss_has_the_factor_of_the_engine_that_runs_it() -> None:
-    def gradients(engines: list[megamix.ShardedEngine]) -> list[Tensor]:
+def test_an_added_loss_has_the_factor_of_the_engine_that_runs_it():
+    def gradients(engines):
         losses = [add_loss(loss, loss * 3) for loss in (loss_of(engine, make_batch(0, 0, 0)) for engine in engines)]
         for engine, loss in zip(engines, losses, strict=True):
             engine.backward(loss)
         return [engine.step().grad_norm for engine in engines]
 
-    def engine(scale: float) -> megamix.ShardedEngine:
+    def engine(scale):
         return make_engine(precision=Precision(torch.float16, loss_scale=StaticLossScale(scale)))
 
     alone = [gradients([engine(scale)]) for scale in (8.0, 64.0)]
@@ -181,8 +176,8 @@ def test_an_added_loss_has_the_factor_of_the_engine_that_runs_it() -> None:
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
-def test_what_backward_computes_again_counts_once(recompute: str) -> None:
-    def recorded(recompute: str) -> dict[str, float]:
+def test_what_backward_computes_again_counts_once(recompute):
+    def recorded(recompute):
         torch.manual_seed(5)
         sizes = {"vocab_size": 32, "seq_len": 8, "hidden_size": 16, "num_layers": 2, "num_heads": 2}
         model = Transformer(ModelConfig(**sizes, qk_norm=True, recompute=recompute))
@@ -199,14 +194,14 @@ def test_what_backward_computes_again_counts_once(recompute: str) -> None:
 
 
 @pytest.mark.uncounted
-def test_compiled_blocks_record_in_a_graph_that_new_names_do_not_change() -> None:
+def test_compiled_blocks_record_in_a_graph_that_new_names_do_not_change():
     graphs = []
 
-    def note(graph: torch.fx.GraphModule, inputs: object) -> torch.fx.GraphModule:
+    def note(graph, inputs):
         graphs.append(graph)
         return graph
 
-    def recorded(compiled: bool) -> list[dict[str, float]]:
+    def recorded(compiled):
         torch._dynamo.reset()
         model = make_model(recompute=True)
         for block in model.blocks:
@@ -244,7 +239,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("call", "message"), BAD)
-def test_what_cannot_be_recorded_is_refused_by_name(call, message: str) -> None:
+def test_what_cannot_be_recorded_is_refused_by_name(call, message):
     engine = make_engine()
     record("good", torch.ones(()))
     with pytest.raises(ValueError, match=message):
@@ -252,7 +247,7 @@ def test_what_cannot_be_recorded_is_refused_by_name(call, message: str) -> None:
     engine.discard_step()
 
 
-def _on_ranks(others: bool) -> dict[str, float] | str:
+def _on_ranks(others):
     rank = dist.get_rank()
     engine = make_engine(grad_accum_steps=2)
     for micro_batch in range(2):
@@ -267,12 +262,12 @@ def _on_ranks(others: bool) -> dict[str, float] | str:
         return str(error)
 
 
-def test_data_parallel_ranks_agree_on_every_value(run_ranks) -> None:
+def test_data_parallel_ranks_agree_on_every_value(run_ranks):
     first, second = run_ranks(_on_ranks, 2, False)
     assert first == second == _expected("rank", [0, 1, 10, 11])
 
 
-def test_other_names_on_another_rank_are_an_error_on_all(run_ranks) -> None:
+def test_other_names_on_another_rank_are_an_error_on_all(run_ranks):
     first, second = run_ranks(_on_ranks, 2, True)
     assert first == second
     assert first == (
@@ -281,11 +276,11 @@ def test_other_names_on_another_rank_are_an_error_on_all(run_ranks) -> None:
     )
 
 
-def test_stages_have_names_of_their_own_and_tensor_parallel_ranks_one_sum() -> None:
+def test_stages_have_names_of_their_own_and_tensor_parallel_ranks_one_sum():
     first = [("in", "mean", 6.0, 2), ("all", "max", 3.0, 1), ("tokens", "sum", 5.0, 1)]
     last = [("out", "min", 1.0, 1), ("all", "max", 4.0, 1)]
 
-    def of(sizes: dict[str, int]) -> dict[str, float]:
+    def of(sizes):
         ranks = (Topology(sizes, place) for place in range(4))
         return combine([FromRank(here.pp.rank, here.counts_sums, [first, last][here.pp.rank]) for here in ranks])
 

@@ -3,15 +3,11 @@ so is a counter or a state of any loss-scale rule, with its values; undamaged co
 parameters between steps, counters and loss scale are still compared.
 """
 
-from __future__ import annotations
-
 import random
-from collections.abc import Mapping
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from megamix import (
     NAG,
@@ -21,18 +17,13 @@ from megamix import (
     HeadroomLossScale,
     MegatronLossScale,
     Precision,
-    ShardedEngine,
     StaticLossScale,
     TorchLossScale,
 )
 from megamix.inspect import replicas
-from megamix.inspect.replicas import DamagedMemory, Numbers, check_replicas, shard_hashes
-from megamix.mixed_precision.bucket import Bucket
-from megamix.mixed_precision.optimizers import Optimizer
-from megamix.mixed_precision.settings import Shard
+from megamix.inspect.replicas import DamagedMemory, check_replicas, shard_hashes
+from tests.builders import loss_of, make_batch, make_engine, train_steps
 from tests.conftest import FULL
-from tests.distributed.models import loss_of, make_batch
-from tests.engines import make_engine, train_steps
 
 pytestmark = pytest.mark.uncounted
 
@@ -49,17 +40,14 @@ CHECKS = 100 if FULL else 5  # checks without a change, for each rule and optimi
 COUNTERS = {"plan.cursor": 40, "plan.waiting": [7, 2**60], "plan.last_applied_scale": 256.0}
 
 
-def _trained(
-    dtype: torch.dtype, steps: int = 3, optimizer: Optimizer | None = None, rule: str = "StaticLossScale",
-    shard: Shard = "states",
-) -> ShardedEngine:  # fmt: skip
+def _trained(dtype, steps=3, optimizer=None, rule="StaticLossScale", shard="states"):
     precision = Precision(dtype, loss_scale=RULES[rule](2.0**8))
     engine = make_engine(None, optimizer, precision, shard=shard, bucket_size=1500)
     train_steps(engine, range(steps))
     return engine
 
 
-def _verdict(engine: ShardedEngine, counters: Mapping[str, Numbers] | None = None) -> str:
+def _verdict(engine, counters=None):
     try:
         check_replicas(engine, counters)
     except DamagedMemory as error:
@@ -67,12 +55,12 @@ def _verdict(engine: ShardedEngine, counters: Mapping[str, Numbers] | None = Non
     return "clean"
 
 
-def _flip(values: Tensor, element: int, bit: int) -> None:
+def _flip(values, element, bit):
     """Flip one bit of one element in place; flipping twice restores it."""
     values.view(torch.uint8)[element * values.itemsize + bit // 8] ^= 1 << bit % 8
 
 
-def _damage_and_check(dtype: torch.dtype, shard: Shard, seeds: range) -> list[tuple[str, str]]:
+def _damage_and_check(dtype, shard, seeds):
     """Return for each seed (the damage, the error), and then the same for a check with the damage undone."""
     engine = _trained(dtype, shard=shard)
     engine.wait()
@@ -99,7 +87,7 @@ def _damage_and_check(dtype: torch.dtype, shard: Shard, seeds: range) -> list[tu
     return outcomes
 
 
-def _bit_of_the_cast(dtype: torch.dtype, bucket: Bucket, element: int, rng: random.Random) -> int:
+def _bit_of_the_cast(dtype, bucket, element, rng):
     """Return a bit of a master that its cast does not drop."""
     value = bucket.owners.gather(bucket.master).view(-1)[element].view(1)
     while True:
@@ -112,7 +100,7 @@ def _bit_of_the_cast(dtype: torch.dtype, bucket: Bucket, element: int, rng: rand
 
 @pytest.mark.parametrize("shard", ["states", "gradients"])
 @pytest.mark.parametrize(("dtype", "size"), [(torch.float16, 2), (torch.bfloat16, 3)])
-def test_single_bits_are_found_and_named_and_clean_checks_pass(run_ranks, dtype, size, shard) -> None:
+def test_single_bits_are_found_and_named_and_clean_checks_pass(run_ranks, dtype, size, shard):
     answers = run_ranks(_damage_and_check, size, dtype, shard, range(TRIALS))
     assert all(answer == answers[0] for answer in answers)
     for done, said in answers[0]:
@@ -121,14 +109,14 @@ def test_single_bits_are_found_and_named_and_clean_checks_pass(run_ranks, dtype,
     assert len(answers[0]) == 2 * TRIALS
 
 
-def _counts_one_more() -> tuple[str, str]:
+def _counts_one_more():
     engine = _trained(torch.float16, shard="parameters")
     before = _verdict(engine)
     engine.applied_updates += dist.get_rank()
     return before, _verdict(engine)
 
 
-def test_where_no_half_parameter_is_kept_counters_are_compared(run_ranks) -> None:
+def test_where_no_half_parameter_is_kept_counters_are_compared(run_ranks):
     answers = run_ranks(_counts_one_more, 2)
     assert answers[0] == answers[1]
     before, said = answers[0]
@@ -137,7 +125,7 @@ def test_where_no_half_parameter_is_kept_counters_are_compared(run_ranks) -> Non
 
 
 @pytest.mark.parametrize("dtype", [*HALF, torch.float32])
-def test_a_rank_alone_finds_that_its_two_copies_differ(dtype: torch.dtype) -> None:
+def test_a_rank_alone_finds_that_its_two_copies_differ(dtype):
     engine = _trained(dtype)
     assert _verdict(engine) == "clean"
     _flip(engine.buckets[0].master, 3, 31)
@@ -145,14 +133,14 @@ def test_a_rank_alone_finds_that_its_two_copies_differ(dtype: torch.dtype) -> No
     assert _verdict(engine).endswith(f"; rank 0: {name} (half parameter or master)")
 
 
-def test_counters_are_gathered_only_where_they_differ(monkeypatch) -> None:
+def test_counters_are_gathered_only_where_they_differ(monkeypatch):
     """Whoever checks often: a check is two small gathers of hashes."""
     engine = _trained(torch.float16, 1)
     monkeypatch.setattr(replicas, "gather_json", None)
     check_replicas(engine, COUNTERS)
 
 
-def test_digits_of_a_master_that_the_cast_drops_have_no_second_copy() -> None:
+def test_digits_of_a_master_that_the_cast_drops_have_no_second_copy():
     engine = _trained(torch.bfloat16)
     engine.buckets[0].master.view(torch.int32)[3] &= -(2**16)
     _flip(engine.buckets[0].master, 3, 0)
@@ -160,18 +148,18 @@ def test_digits_of_a_master_that_the_cast_drops_have_no_second_copy() -> None:
     assert _verdict(engine) == "clean"
 
 
-def _after_an_overflow() -> str:
+def _after_an_overflow():
     engine = _trained(torch.float16)
     engine.backward(loss_of(engine.module, make_batch(9, 0, 0)) * float("inf"))
     assert engine.step().found_inf
     return _verdict(engine)
 
 
-def test_after_a_skipped_step_nothing_is_accused(run_ranks) -> None:
+def test_after_a_skipped_step_nothing_is_accused(run_ranks):
     assert run_ranks(_after_an_overflow, 2) == ["clean"] * 2
 
 
-def _change_each_counter(rule: str, optimizer: str, victim: int) -> tuple[set[str], list[tuple[str, str]]]:
+def _change_each_counter(rule, optimizer, victim):
     """Return the verdicts without a change, and for each counter and state (its name, the error after one
     bit changed).
     """
@@ -193,7 +181,7 @@ def _change_each_counter(rule: str, optimizer: str, victim: int) -> tuple[set[st
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_a_counter_or_a_state_of_the_loss_scale_that_differs_is_found_and_named(run_ranks, size) -> None:
+def test_a_counter_or_a_state_of_the_loss_scale_that_differs_is_found_and_named(run_ranks, size):
     every = [(rule, optimizer) for rule in RULES for optimizer in OPTIMIZERS]
     for number, (rule, optimizer) in enumerate(every if FULL else every[size - 2 :: size]):
         answers = run_ranks(_change_each_counter, size, rule, optimizer, victim := number % size)
@@ -208,7 +196,7 @@ def test_a_counter_or_a_state_of_the_loss_scale_that_differs_is_found_and_named(
             assert (", all others: " in said) == (size == 3), said
 
 
-def _changed_on_one_rank(victim: int) -> list[str]:
+def _changed_on_one_rank(victim):
     engine = _trained(torch.bfloat16, 1, OPTIMIZERS["AdamW"])
     mine = engine.topology.world.rank == victim
     said = [_verdict(engine, COUNTERS | change) if mine else _verdict(engine, COUNTERS) for change in (
@@ -224,7 +212,7 @@ def _changed_on_one_rank(victim: int) -> list[str]:
     return [*said, _verdict(engine)]
 
 
-def test_the_values_of_what_differs_are_told(run_ranks) -> None:
+def test_the_values_of_what_differs_are_told(run_ranks):
     said = run_ranks(_changed_on_one_rank, 3, 1)
     assert said[0] == said[1] == said[2]
     told = [line.removeprefix("memory does not hold what was written: ") for line in said[0]]
@@ -239,7 +227,7 @@ def test_the_values_of_what_differs_are_told(run_ranks) -> None:
     assert told[5].endswith("; skipped_steps: rank 1: 1, all others: 0")
 
 
-def test_every_bit_of_every_place_counts_and_so_does_the_place() -> None:
+def test_every_bit_of_every_place_counts_and_so_does_the_place():
     torch.manual_seed(3)
     half = torch.randn(4 * 64).to(torch.float16)
     (whole,) = shard_hashes(half, 1, torch.float16).tolist()
@@ -257,7 +245,7 @@ def test_every_bit_of_every_place_counts_and_so_does_the_place() -> None:
     assert whole not in hashes
 
 
-def test_the_hash_of_a_part_does_not_depend_on_the_others_nor_on_how_it_is_read(monkeypatch) -> None:
+def test_the_hash_of_a_part_does_not_depend_on_the_others_nor_on_how_it_is_read(monkeypatch):
     torch.manual_seed(3)
     full = torch.randn(6 * 64)
     whole = shard_hashes(full, 3, torch.bfloat16)

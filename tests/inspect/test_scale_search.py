@@ -7,18 +7,18 @@ import math
 from megamix.inspect.scale_search import ScaleSearch
 
 
-def test_it_tells_the_first_scale_the_found_one_and_the_tries_once() -> None:
+def test_it_tells_the_first_scale_the_found_one_and_the_tries_once():
     search = ScaleSearch(1.0)
     assert [search.takes(0, 7.6, 2.0**exponent) for exponent in (24, 23, 22)] == [True] * 3
     assert search.end(2.0**21) == "loss scale: 2^24 -> 2^21 in 3 tries, nothing lost"
     assert search.end(2.0**21) == ""
 
 
-def test_a_first_scale_that_holds_is_no_search() -> None:
+def test_a_first_scale_that_holds_is_no_search():
     assert ScaleSearch(1.0).end(2.0**16) == ""
 
 
-def test_overflows_of_another_cause_are_not_in_it() -> None:
+def test_overflows_of_another_cause_are_not_in_it():
     search = ScaleSearch(2.0**4)
     assert not search.takes(1, 7.6, 2.0**16)  # after the first update
     assert not search.takes(0, math.nan, 2.0**16)  # the forward pass is at fault

@@ -1,10 +1,7 @@
 """List what people do to a training engine, a line a case; `training.Case` says what the columns mean."""
 
-from __future__ import annotations
-
 import copy
 import threading
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,36 +11,36 @@ from torch.optim.swa_utils import AveragedModel
 
 import megamix
 from megamix import AdamW, Muon, ParamGroup, Precision, Sharding
-from tests.misuse.training import WIDTH, Case, Scene, loss_of, tokens_of
+from tests.misuse.training import WIDTH, Case, loss_of, tokens_of
 
 WRITTEN = "engine.load_weights"  # in every word about weights that somebody has written
 NO_MEMORY = "whole_parameters"  # with shard "parameters" a write outside of it finds nothing to write to
 KEPT = ("states", "gradients")  # ranks keep the half parameters
 
 
-def _no_grad(do: Any) -> Any:
-    def run(scene: Scene) -> None:
+def _no_grad(do):
+    def run(scene):
         with torch.no_grad():
             do(scene)
 
     return run
 
 
-def _inside(do: Any) -> Any:
+def _inside(do):
     """Do it where the parameters are whole."""
 
-    def run(scene: Scene) -> None:
+    def run(scene):
         with torch.no_grad(), scene.engine.whole_parameters():
             do(scene)
 
     return run
 
 
-def _load_other(scene: Scene) -> None:
+def _load_other(scene):
     scene.model.load_state_dict({name: 2 * value for name, value in scene.model.state_dict().items()})
 
 
-def _renormalise(scene: Scene) -> None:
+def _renormalise(scene):
     F.embedding(torch.arange(32), scene.model.embedding.weight, max_norm=0.1)
 
 
@@ -81,31 +78,31 @@ WRITES = [
 ]  # fmt: skip
 
 
-def _old_gradient(scene: Scene) -> None:
+def _old_gradient(scene):
     loss_of(scene.model(tokens_of(9, 0)), tokens_of(9, 0)).backward()
 
 
-def _plant_gradient(scene: Scene) -> None:
+def _plant_gradient(scene):
     scene.weight.grad = torch.ones(2 * WIDTH, WIDTH)
 
 
-def _backward_twice(scene: Scene) -> None:
+def _backward_twice(scene):
     scene.engine.backward(scene.loss)
 
 
-def _double(grad: Any) -> Any:
+def _double(grad):
     return 2 * grad
 
 
-def _hook_that_drops(scene: Scene) -> None:
+def _hook_that_drops(scene):
     scene.weight.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", None))
 
 
-def _with_other_tokens(scene: Scene) -> None:
+def _with_other_tokens(scene):
     scene.loss = scene.loss + loss_of(scene.model(tokens_of(8, 0)), tokens_of(8, 0))
 
 
-def _keep_loss(scene: Scene) -> None:
+def _keep_loss(scene):
     if scene.kept is None:
         scene.kept = scene.loss
     elif scene.step == 2:
@@ -144,71 +141,71 @@ GRADIENTS = [
 ]  # fmt: skip
 
 
-def _swap(scene: Scene) -> None:
+def _swap(scene):
     blocks = scene.model.blocks
     blocks[0], blocks[1] = blocks[1], blocks[0]
 
 
-def _repeat(scene: Scene) -> None:
+def _repeat(scene):
     scene.model.blocks[1] = scene.model.blocks[0]
 
 
-def _tie(scene: Scene) -> None:
+def _tie(scene):
     scene.model.head.weight = scene.model.embedding.weight
 
 
-def _untie(scene: Scene) -> None:
+def _untie(scene):
     scene.model.head.weight = nn.Parameter(torch.zeros(32, WIDTH))
 
 
-def _share_elements(scene: Scene) -> None:
+def _share_elements(scene):
     scene.model.head.weight = nn.Parameter(scene.model.embedding.weight.data)
 
 
-def _overlap(scene: Scene) -> None:
+def _overlap(scene):
     rows = torch.zeros(48, WIDTH).normal_()
     scene.model.embedding.weight = nn.Parameter(rows[:32])
     scene.model.head.weight = nn.Parameter(rows[16:])
 
 
-def _one_storage(scene: Scene) -> None:
+def _one_storage(scene):
     params = [*scene.model.parameters()]
     nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(params).detach().clone(), params)
 
 
-def _replace_head(scene: Scene) -> None:
+def _replace_head(scene):
     scene.model.head = nn.Linear(WIDTH, 32)
 
 
-def _add_parameter(scene: Scene) -> None:
+def _add_parameter(scene):
     scene.model.extra = nn.Parameter(torch.ones(1))
 
 
-def _wrap_block(scene: Scene) -> None:
+def _wrap_block(scene):
     scene.model.blocks[1] = nn.Sequential(scene.model.blocks[1])
 
 
-def _weight_norm(scene: Scene) -> None:
+def _weight_norm(scene):
     parametrizations.weight_norm(scene.model.blocks[0].up)
 
 
-def _compile_all(scene: Scene) -> None:
+def _compile_all(scene):
     scene.model = torch.compile(scene.model, backend="eager")
 
 
-def _compile_block(scene: Scene) -> None:
+def _compile_block(scene):
     scene.model.blocks[0] = torch.compile(scene.model.blocks[0], backend="eager")
 
 
-def _freeze(scene: Scene) -> None:
+def _freeze(scene):
     scene.weight.requires_grad_(False)
 
 
-def _drop_block(scene: Scene) -> None:
+def _drop_block(scene):
     del scene.model.blocks[1]
 
 
-def _sparse(scene: Scene) -> None:
+def _sparse(scene):
     scene.model.embedding.sparse = True
 
 
@@ -245,26 +242,26 @@ STRUCTURE = [
 ]  # fmt: skip
 
 
-def _engine(scene: Scene, *args: Any, **settings: Any) -> None:
+def _engine(scene, *args, **settings):
     model = nn.Linear(4, 4)
     megamix.ShardedEngine(model, *(args or (AdamW(lr=1.0),)), compile_update=False, **settings)
 
 
-def _on_meta(scene: Scene) -> None:
+def _on_meta(scene):
     with torch.device("meta"):
         scene.model = type(scene.model)()
 
 
-def _head_of_its_own(scene: Scene) -> None:
+def _head_of_its_own(scene):
     scene.kept = nn.Parameter(torch.zeros(()))
 
 
-def _threads(scene: Scene) -> None:
+def _threads(scene):
     """Take the step's gradients in two threads at once."""
-    failed: list[BaseException] = []
+    failed = []
     ready = threading.Barrier(2)
 
-    def forward_and_backward() -> None:
+    def forward_and_backward():
         try:
             ready.wait()
             tokens = tokens_of(1, scene.rank)
@@ -280,7 +277,7 @@ def _threads(scene: Scene) -> None:
     raise failed[0]
 
 
-def _scheduler(scene: Scene) -> None:
+def _scheduler(scene):
     torch.optim.lr_scheduler.LambdaLR(scene.engine, lambda step: 1.0)
 
 

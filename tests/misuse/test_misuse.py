@@ -2,24 +2,20 @@
 is refused with words, on one rank and on two, with each `shard`; none silently trains something else.
 """
 
-from __future__ import annotations
-
 import logging
 import re
-from typing import Any
 
 import pytest
 import torch.distributed as dist
-from torch import Tensor
 
 from tests.conftest import FULL
 from tests.misuse.cases import CASES
-from tests.misuse.training import Case, train, train_plainly
+from tests.misuse.training import train, train_plainly
 
 SHARDS = ("states", "gradients", "parameters")
 
 
-def _differs(got: dict[str, Tensor], want: dict[str, Tensor]) -> str:
+def _differs(got, want):
     """Say which weight is another one.
 
     Bound: FP32 gradients that are summed over two ranks in another order, 4 steps of a rate of 0.1 and a momentum of
@@ -32,7 +28,7 @@ def _differs(got: dict[str, Tensor], want: dict[str, Tensor]) -> str:
     return f"{worst} is off by {off[worst]:.3g}" if not off[worst] <= 2e-5 else ""
 
 
-def _judge(case: Case, shard: str) -> str:
+def _judge(case, shard):
     """Return what is wrong with the outcome of a case; "" if nothing is."""
     try:
         weights = train(case, shard)
@@ -48,7 +44,7 @@ def _judge(case: Case, shard: str) -> str:
     return _differs(weights, {name.replace("_orig_mod.", ""): weight for name, weight in plain.items()})
 
 
-def _judge_all(shard: str, names: list[str]) -> dict[str, str]:
+def _judge_all(shard, names):
     chosen = [case for case in CASES if case.name in names and shard in case.shards]
     logging.disable(logging.WARNING)  # the ranks go on to other tests
     try:
@@ -57,14 +53,14 @@ def _judge_all(shard: str, names: list[str]) -> dict[str, str]:
         logging.disable(logging.NOTSET)
 
 
-def test_there_are_110_cases_with_a_name_each() -> None:
+def test_there_are_110_cases_with_a_name_each():
     assert len({case.name for case in CASES}) == len(CASES) >= 110
 
 
 @pytest.mark.uncounted
 @pytest.mark.parametrize("shard", SHARDS)
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_every_case_is_right_or_refused(run_ranks: Any, world_size: int, shard: str) -> None:
+def test_every_case_is_right_or_refused(run_ranks, world_size, shard):
     in_turn = [case.shards[number % len(case.shards)] for number, case in enumerate(CASES)]
     every = FULL or world_size == 1  # in CI two ranks take each case with one of its settings
     names = [case.name for case, own in zip(CASES, in_turn, strict=True) if every or own == shard]

@@ -1,7 +1,5 @@
 """A training that a case tampers with, and the plain loop that it must equal if nothing refuses the case."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from megamix import NAG, DynamicLossScale, Precision, ShardedEngine, Sharding
 
@@ -17,25 +15,25 @@ VOCAB, WIDTH, STEPS, TAMPERED = 32, 16, 4, 1  # the case acts in this step
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
         self.up = nn.Linear(WIDTH, 2 * WIDTH)
         self.down = nn.Linear(2 * WIDTH, WIDTH)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
 class Net(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embedding = nn.Embedding(VOCAB, WIDTH)
         self.blocks = nn.ModuleList(Block() for _ in range(2))
         self.head = nn.Linear(WIDTH, VOCAB)
         self.register_buffer("scale", torch.ones(()))
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens):
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x)
@@ -55,7 +53,7 @@ class Scene:
     kept: Any = None  # by the case, from one of its calls to the next
 
     @property
-    def weight(self) -> Any:
+    def weight(self):
         return self.model.blocks[0].up.weight
 
 
@@ -78,28 +76,28 @@ class Case:
     shards: tuple[str, ...] = ("states", "gradients", "parameters")
 
 
-def tokens_of(step: int, rank: int) -> Tensor:
+def tokens_of(step, rank):
     return torch.randint(VOCAB, (4, 8), generator=torch.Generator().manual_seed(100 * step + rank))
 
 
-def loss_of(logits: Tensor, tokens: Tensor) -> Tensor:
+def loss_of(logits, tokens):
     return F.cross_entropy(logits.float().flatten(0, 1), (3 * tokens + 1).remainder(VOCAB).flatten())
 
 
-def _act(scene: Scene, case: Case, at: str) -> None:
+def _act(scene, case, at):
     outside = at in ("model", "built")
     if case.at == at and (outside or case.every_step or scene.step == TAMPERED):
         (case.do if scene.engine is not None or at == "model" or case.plain is None else case.plain)(scene)
 
 
-def _new_scene(case: Case, rank: int) -> Scene:
+def _new_scene(case, rank):
     torch.manual_seed(0)
     scene = Scene(Net(), rank=rank)
     _act(scene, case, "model")
     return scene
 
 
-def train(case: Case, shard: str) -> dict[str, Tensor]:
+def train(case, shard):
     """Return the trained weights by name."""
     rank = dist.get_rank()
     scene = _new_scene(case, rank)
@@ -123,7 +121,7 @@ def train(case: Case, shard: str) -> dict[str, Tensor]:
     return scene.engine.full_weights()
 
 
-def train_plainly(case: Case, world_size: int) -> dict[str, Tensor]:
+def train_plainly(case, world_size):
     """Do the same in one process, with torch alone, in FP32."""
     scene = _new_scene(case, 0)
     model = scene.model

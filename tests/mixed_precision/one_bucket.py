@@ -1,25 +1,20 @@
 """One bucket without an engine."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-
 import torch
 
-from megamix import Precision, Sharding
+from megamix import Sharding
 from megamix.comm.collectives import Collectives
 from megamix.comm.topology import Axis
-from megamix.mixed_precision.bucket import Bucket, make_buckets
+from megamix.mixed_precision.bucket import make_buckets
 from megamix.mixed_precision.flat_layout import ParamSpec, build_layout
 from megamix.mixed_precision.update_slice import UpdateGroup
 
 ALONE = Collectives(Axis())
 
+PLAIN = (UpdateGroup(1.0, (0.0,), ()),)
 
-def one_bucket(
-    precision: Precision, groups: Sequence[UpdateGroup] = (UpdateGroup(1.0, (0.0,), ()),), numel: int = 64,
-    owners: Collectives = ALONE,
-) -> Bucket:  # fmt: skip
+
+def one_bucket(precision, groups=PLAIN, numel=64, owners=ALONE):
     """Return a bucket of one parameter, `numel` zeros, with gradients and sums but without a module."""
     device = torch.get_default_device()
     layout = build_layout([ParamSpec.whole("weight", (numel,), 0)], [owners.axis.size])

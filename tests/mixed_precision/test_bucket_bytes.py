@@ -3,21 +3,18 @@ each `shard`, sums at the owner, groups with different states, and an average; F
 dtype is.
 """
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import astuple
 
 import pytest
 import torch
-from torch import Tensor
 
 from megamix import AdamW, Muon, Precision, ShardedEngine, Sharding, StaticLossScale, WeightAverage
-from megamix.mixed_precision.bucket import Bucket, BucketBytes
+from megamix.mixed_precision.bucket import BucketBytes
 from megamix.mixed_precision.flat_layout import ParamSpec, build_layout
 from megamix.mixed_precision.storage import allocate
 from megamix.mixed_precision.update_slice import UpdateGroup
-from tests.distributed.models import make_model
+from tests.builders import make_model
 from tests.storages import storage_bytes
 
 FORMATS = {
@@ -29,7 +26,7 @@ FORMATS = {
 OPTIMIZERS = {"adamw": AdamW(lr=0.01), "muon": Muon(lr=0.01), "bf16 states": AdamW(lr=0.01, state_dtype=torch.bfloat16)}
 
 
-def _buffers(bucket: Bucket) -> dict[str, list[Tensor]]:
+def _buffers(bucket):
     return {
         "params": [bucket.params],
         "grads": [bucket.grads],
@@ -41,7 +38,7 @@ def _buffers(bucket: Bucket) -> dict[str, list[Tensor]]:
     }
 
 
-def _told_and_measured() -> list[tuple[object, dict[str, int], dict[str, int]]]:
+def _told_and_measured():
     """Return the bytes that each case's buckets report, and the bytes behind their tensors between steps and within
     one.
     """
@@ -63,7 +60,7 @@ def _told_and_measured() -> list[tuple[object, dict[str, int], dict[str, int]]]:
             buffers = _buffers(bucket)
             told = {"held": bucket.bytes.held(), **{name: getattr(bucket.bytes, name) for name in buffers}}
             measured = {"held": storage_bytes(itertools.chain.from_iterable(buffers.values()))}
-            seen = list[Tensor]()
+            seen = []
             for name, tensors in buffers.items():
                 for tensor in tensors:
                     allocate(tensor)
@@ -77,13 +74,13 @@ def _told_and_measured() -> list[tuple[object, dict[str, int], dict[str, int]]]:
 
 
 @pytest.mark.parametrize("dp_size", [1, 2])
-def test_what_a_bucket_says_is_behind_its_tensors(run_ranks, dp_size: int) -> None:
+def test_what_a_bucket_says_is_behind_its_tensors(run_ranks, dp_size):
     for told_and_measured in [_told_and_measured()] if dp_size == 1 else run_ranks(_told_and_measured, dp_size):
         for case, told, measured in told_and_measured:
             assert told == measured, case
 
 
-def test_masters_and_sums_of_micro_batches_are_fp32_whatever_torchs_default_is() -> None:
+def test_masters_and_sums_of_micro_batches_are_fp32_whatever_torchs_default_is():
     model = make_model(tied=False)
     torch.set_default_dtype(torch.bfloat16)
     try:
@@ -98,7 +95,7 @@ def test_masters_and_sums_of_micro_batches_are_fp32_whatever_torchs_default_is()
     assert (bucket.master.dtype, bucket.total.dtype) == (torch.float32, torch.float32)
 
 
-def test_bytes_by_hand() -> None:
+def test_bytes_by_hand():
     groups = [UpdateGroup(1.0, (0.0,), (("m", torch.float32), ("v", torch.bfloat16)))]
     (plan,) = build_layout([ParamSpec.whole(name="w", shape=(100, 100), group=0)], [2]).buckets
     padded = 10_112  # 10,000 rounded up to a multiple of 128
@@ -109,14 +106,14 @@ def test_bytes_by_hand() -> None:
         assert astuple(told)[2:] == (2 * padded, 2 * padded, rank_sum, 0, 4 * padded // 2, 6 * padded // 2, 0)
 
 
-def test_states_that_not_all_groups_have_take_only_their_own_bytes() -> None:
+def test_states_that_not_all_groups_have_take_only_their_own_bytes():
     specs = [ParamSpec.whole(name="w", shape=(64, 6), group=0), ParamSpec.whole(name="b", shape=(128,), group=1)]
     (plan,) = build_layout(specs, [2]).buckets
     assert plan.padded_numel == 512  # the first shard has 256 elements of w, the second the other 128 and b
     one, two = (("m", torch.bfloat16),), (("m", torch.float32), ("v", torch.float32))
     groups = [UpdateGroup(1.0, (0.0,), one), UpdateGroup(1.0, (0.0,), two)]
 
-    def states(shard: int | None, groups: list[UpdateGroup]) -> int:
+    def states(shard, groups):
         return BucketBytes.count(plan, Precision(), Sharding(), groups, owner_adds=False, shard=shard).states
 
     assert [states(shard, groups) for shard in (0, 1)] == [2 * 256, 2 * 128 + 8 * 128]

@@ -5,35 +5,26 @@ Compiling takes seconds. So this file compiles AdamW on FP16, and NAG on BF16, o
 form on FP32.
 """
 
-from __future__ import annotations
-
 import logging
 import random
 import threading
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch._dynamo.utils import counters
 
 from megamix import NAG, AdamW, Precision, ShardedEngine, Sharding, StaticLossScale, tuned
-from megamix.comm.collectives import Collectives, make_collectives
+from megamix.comm.collectives import make_collectives
 from megamix.comm.topology import Topology
 from megamix.mixed_precision import fused_update
-from megamix.mixed_precision.fused_update import (
-    CompiledUpdate,
-    Kernels,
-    LibraryUpdate,
-    choose_kernels,
-    gated_update,
-)
+from megamix.mixed_precision.fused_update import CompiledUpdate, LibraryUpdate, choose_kernels, gated_update
 from megamix.mixed_precision.group_scalars import GroupScalars
 from megamix.mixed_precision.row_stats import chunked_row_stats, row_stats
 from megamix.mixed_precision.settings import Placement
-from megamix.mixed_precision.update_slice import StepScalars, UpdateGroup, UpdateSlice
+from megamix.mixed_precision.update_slice import StepScalars, UpdateSlice
 from tests.conftest import FULL
 from tests.mixed_precision.one_bucket import ALONE, one_bucket
 
@@ -47,7 +38,7 @@ KINDS = {
 ROWS = 8192 + 3  # rows of 64 elements: more than one piece of the path without a compiler, and an odd number
 
 
-def _groups(optimizer) -> list[UpdateGroup]:
+def _groups(optimizer):
     group = optimizer.group_of("weight", (64, 64))
     return [group._replace(weight_decay=(0.1,)), group._replace(lr_factor=0.5, weight_decay=(0.0,))]
 
@@ -65,13 +56,13 @@ def kind(request):
     return optimizer, dtype, kernels.update, kernels.row_stats
 
 
-def _choose_for(optimizer, dtype: torch.dtype, world: Collectives) -> Kernels:
+def _choose_for(optimizer, dtype, world):
     loss_scale = StaticLossScale(1.0) if dtype == torch.float16 else None
     bucket = one_bucket(Precision(dtype, loss_scale=loss_scale), _groups(optimizer))
     return choose_kernels(optimizer, _groups(optimizer), [bucket], world, try_compiler=True)
 
 
-def _tensors(optimizer, dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tensor, dict[str, Tensor], Tensor]:
+def _tensors(optimizer, dtype, seed=0):
     generator = torch.Generator().manual_seed(seed)
     numel = ROWS * 64
     grad = (torch.randn(numel, generator=generator) * 100).to(dtype)
@@ -80,7 +71,7 @@ def _tensors(optimizer, dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tens
     return grad, master, states, master.to(dtype)
 
 
-def assert_within_rounding(optimizer, unscaled: Tensor, before: list[Any], ours: list[Any], theirs: list[Any]) -> None:
+def assert_within_rounding(optimizer, unscaled, before, ours, theirs):
     """Compare two ways to compute one update, each given as master and states by name.
 
     Both evaluate the same sums; a fused multiply-add rounds once where separate operations round twice. So each result
@@ -100,18 +91,18 @@ def assert_within_rounding(optimizer, unscaled: Tensor, before: list[Any], ours:
     assert moved.max() > 1e-3
 
 
-def _slice(group: int, grad: Tensor, master: Tensor, states: dict[str, Tensor], half: Tensor) -> UpdateSlice:
+def _slice(group, grad, master, states, half):
     return UpdateSlice(group, grad, master, states, half)
 
 
-def _step(found_inf: bool = False, multiplier: float = 2.0**-7 / 3) -> StepScalars:
+def _step(found_inf=False, multiplier=2.0**-7 / 3):
     update = torch.tensor(5.0)
     return StepScalars(torch.tensor(multiplier), torch.tensor(found_inf), torch.tensor(0.01), update)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_the_first_rank_says_that_it_compiles(rank: int, monkeypatch) -> None:
-    said, lines = threading.Event(), list[str]()
+def test_the_first_rank_says_that_it_compiles(rank, monkeypatch):
+    said, lines = threading.Event(), []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage()) or said.set()  # type: ignore[method-assign]
     monkeypatch.setattr(fused_update, "_SILENT_S", 0.0)
@@ -126,7 +117,7 @@ def test_the_first_rank_says_that_it_compiles(rank: int, monkeypatch) -> None:
 
 
 @pytest.mark.uncounted
-def test_compiled_equals_the_library_kernels_within_rounding(kind) -> None:
+def test_compiled_equals_the_library_kernels_within_rounding(kind):
     optimizer, dtype, update, _ = kind
     step = _step()
     for group in (0, 1):
@@ -140,7 +131,7 @@ def test_compiled_equals_the_library_kernels_within_rounding(kind) -> None:
 
 
 @pytest.mark.uncounted
-def test_compiled_is_bitwise_equal_on_any_cut_and_stays_one_graph(kind) -> None:
+def test_compiled_is_bitwise_equal_on_any_cut_and_stays_one_graph(kind):
     optimizer, dtype, update, _ = kind
     step = _step()
     grad, master, states, half = _tensors(optimizer, dtype)
@@ -161,7 +152,7 @@ def test_compiled_is_bitwise_equal_on_any_cut_and_stays_one_graph(kind) -> None:
 
 
 @pytest.mark.uncounted
-def test_compiled_gate_leaves_every_bit(kind) -> None:
+def test_compiled_gate_leaves_every_bit(kind):
     optimizer, dtype, update, _ = kind
     grad, *after = _tensors(optimizer, dtype)
     _, *before = _tensors(optimizer, dtype)
@@ -173,7 +164,7 @@ def test_compiled_gate_leaves_every_bit(kind) -> None:
 
 
 @pytest.mark.uncounted
-def test_statistics_are_the_same_compiled_or_not_on_any_cut(kind) -> None:
+def test_statistics_are_the_same_compiled_or_not_on_any_cut(kind):
     optimizer, dtype, _, stats = kind
     grad = _tensors(optimizer, dtype)[0]
     exact = grad.double().square().sum()
@@ -188,7 +179,7 @@ def test_statistics_are_the_same_compiled_or_not_on_any_cut(kind) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_statistics_in_place_have_the_bits_of_plain_operations(dtype: torch.dtype) -> None:
+def test_statistics_in_place_have_the_bits_of_plain_operations(dtype):
     """Try signs, zeros of both signs, numbers too small or too large to be squared, infinities and NaN; the gradient
     stays.
 
@@ -207,7 +198,7 @@ def test_statistics_in_place_have_the_bits_of_plain_operations(dtype: torch.dtyp
 
 @pytest.mark.uncounted
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
-def test_statistics_see_one_bad_element_anywhere(kind, value: float) -> None:
+def test_statistics_see_one_bad_element_anywhere(kind, value):
     optimizer, dtype, _, stats = kind
     for place in (0, 777, ROWS * 64 - 1):
         for compute in (stats.of_shard, chunked_row_stats):
@@ -219,7 +210,7 @@ def test_statistics_see_one_bad_element_anywhere(kind, value: float) -> None:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_the_equation_run_eagerly_equals_the_library_kernels(name: str) -> None:
+def test_the_equation_run_eagerly_equals_the_library_kernels(name):
     optimizer, dtype = KINDS[name]
     step = _step()
     grad, *ours = _tensors(optimizer, dtype)
@@ -237,15 +228,15 @@ def test_the_equation_run_eagerly_equals_the_library_kernels(name: str) -> None:
     assert all(map(torch.equal, before, (ours[0], *ours[1].values())))
 
 
-def _choose(fails_on: int | None) -> tuple[str, list[str]]:
+def _choose(fails_on):
     """Return the update that is chosen if one rank's compiler fails, and that rank's log. No rank really compiles."""
-    messages: list[str] = []
+    messages = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
     logging.getLogger("megamix").addHandler(handler)
     rank = dist.get_rank() if dist.is_initialized() else 0
 
-    def try_out(*args: object) -> None:
+    def try_out(*args):
         if rank == fails_on:
             raise RuntimeError("no g++ here\nand a long trace")
 
@@ -259,7 +250,7 @@ def _choose(fails_on: int | None) -> tuple[str, list[str]]:
     return type(kernels.update).__name__, messages
 
 
-def test_an_optimizer_without_states_is_compiled_too(monkeypatch) -> None:
+def test_an_optimizer_without_states_is_compiled_too(monkeypatch):
     # Real compiling would prove no more: an error in the trial leads to a fallback that only the log shows.
     monkeypatch.setattr(fused_update, "_compile", lambda function: function)
     kernels = _choose_for(NAG(lr=0.1, momentum=0.0), torch.float16, ALONE)
@@ -267,7 +258,7 @@ def test_an_optimizer_without_states_is_compiled_too(monkeypatch) -> None:
 
 
 @pytest.mark.uncounted
-def test_engines_with_many_different_constants_are_all_compiled(monkeypatch) -> None:
+def test_engines_with_many_different_constants_are_all_compiled(monkeypatch):
     # The limit is on the number of graphs of one code object, no matter who makes the kernels.
     traced = {"dynamic": True, "fullgraph": True, "backend": "eager"}
     monkeypatch.setattr(fused_update, "_compile", lambda function: torch.compile(function, **traced))
@@ -277,7 +268,7 @@ def test_engines_with_many_different_constants_are_all_compiled(monkeypatch) -> 
         assert isinstance(_choose_for(optimizer, torch.float16, ALONE).update, CompiledUpdate)
 
 
-def _tried_dtypes() -> set[torch.dtype]:
+def _tried_dtypes():
     """Return the dtypes of gradient sums that the trial meets, with one layer divided and the other with two owners."""
     world = Topology.current().world
     topology = Topology.connect(tp=world.size)
@@ -287,7 +278,7 @@ def _tried_dtypes() -> set[torch.dtype]:
     }
     tried = set()
 
-    def try_out(*arguments: Any) -> None:
+    def try_out(*arguments):
         tried.add(arguments[-1].grad_sum.dtype)
 
     with mock.patch.object(fused_update, "_try_out", try_out):
@@ -298,18 +289,18 @@ def _tried_dtypes() -> set[torch.dtype]:
 
 
 @pytest.mark.uncounted
-def test_every_dtype_that_a_step_sums_in_is_tried_before_the_first_one(run_ranks) -> None:
+def test_every_dtype_that_a_step_sums_in_is_tried_before_the_first_one(run_ranks):
     assert run_ranks(_tried_dtypes, 2) == [{torch.bfloat16, torch.float32}] * 2
 
 
-def test_where_compiling_fails_the_library_kernels_take_over_and_the_log_says_why() -> None:
+def test_where_compiling_fails_the_library_kernels_take_over_and_the_log_says_why():
     assert _choose(fails_on=None) == ("CompiledUpdate", [])
     name, (message,) = _choose(fails_on=0)
     assert name == "LibraryUpdate"
     assert "RuntimeError: no g++ here): using torch's own kernels" in message
 
 
-def test_one_rank_without_a_compiler_decides_for_all(run_ranks) -> None:
+def test_one_rank_without_a_compiler_decides_for_all(run_ranks):
     (name0, (message0,)), (name1, (message1,)) = run_ranks(_choose, 2, 1)
     assert (name0, name1) == ("LibraryUpdate", "LibraryUpdate")
     assert "another rank" in message0

@@ -2,8 +2,6 @@
 when it is dropped.
 """
 
-from __future__ import annotations
-
 import gc
 import logging
 import math
@@ -26,36 +24,33 @@ from megamix import (
     MegatronLossScale,
     ParamGroup,
     Precision,
-    ShardedEngine,
     Sharding,
     StaticLossScale,
     TorchLossScale,
 )
 from megamix.mixed_precision.census import single_device
-from megamix.mixed_precision.flat_layout import ParamSpec
 from megamix.mixed_precision.settings import Shard
 from megamix.mixed_precision.step import Recorded, StepProgress, StepResult
 from megamix.mixed_precision.weights import without_values
-from tests.distributed.models import TinyModel, loss_of, make_batch, make_model
-from tests.engines import bf16_engine, make_engine, train_steps
+from tests.builders import TinyModel, bf16_engine, loss_of, make_batch, make_engine, make_model, train_steps
 
 
 class BorrowedHead(nn.Module):
     """A module that reads `embedding.weight` in its own forward: the weight has one owner and two readers."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embedding = nn.Embedding(20, 16)
         self.register_buffer("kind", torch.zeros(3, dtype=torch.int16))  # a dtype that backends do not send
         layer = nn.TransformerEncoderLayer(16, nhead=2, dim_feedforward=32, dropout=0.0, batch_first=True)
         self.encoder = nn.TransformerEncoder(layer, num_layers=2)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens):
         mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1], dtype=self.embedding.weight.dtype)
         return self.encoder(self.embedding(tokens), mask=mask, is_causal=True) @ self.embedding.weight.T
 
 
-def _learn_to_count(rank: int = 0) -> tuple[float, float]:
+def _learn_to_count(rank=0):
     torch.manual_seed(0)
     model = BorrowedHead()
     engine = bf16_engine(model, sharding=Sharding(units=[*model.encoder.layers]))
@@ -69,20 +64,20 @@ def _learn_to_count(rank: int = 0) -> tuple[float, float]:
     return losses[0], losses[-1]
 
 
-def test_modules_that_are_not_ours_train_in_bf16() -> None:
+def test_modules_that_are_not_ours_train_in_bf16():
     first, last = _learn_to_count()
     assert first > 2.5
     assert last < 0.3
 
 
 @pytest.mark.uncounted
-def test_modules_that_are_not_ours_train_on_two_ranks(run_ranks) -> None:
+def test_modules_that_are_not_ours_train_on_two_ranks(run_ranks):
     for first, last in run_ranks(_learn_to_count, 2):
         assert first > 2.5
         assert last < 0.3
 
 
-def test_a_step_s_result_prints_in_a_line() -> None:
+def test_a_step_s_result_prints_in_a_line():
     zero, by_piece = torch.zeros(()), torch.zeros(2, 100_000, dtype=torch.float64)
     recorded = Recorded((), torch.zeros(0, 2), zero)
     result = StepResult(
@@ -93,7 +88,7 @@ def test_a_step_s_result_prints_in_a_line() -> None:
     assert repr(result) == str(result) == told
 
 
-def test_parameters_are_cast_and_buffers_keep_their_dtype() -> None:
+def test_parameters_are_cast_and_buffers_keep_their_dtype():
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, affine=False))
     model[0].bias.requires_grad_(False)
     params = list(model.parameters())
@@ -103,7 +98,7 @@ def test_parameters_are_cast_and_buffers_keep_their_dtype() -> None:
     assert model[1].running_mean.dtype == torch.float32
 
 
-def test_a_frozen_parameter_is_left_alone() -> None:
+def test_a_frozen_parameter_is_left_alone():
     model = make_model()
     model.blocks[0].up.weight.requires_grad_(False)
     before = model.blocks[0].up.weight.detach().clone()
@@ -113,7 +108,7 @@ def test_a_frozen_parameter_is_left_alone() -> None:
     assert "blocks.0.up.weight" not in {name for bucket in engine.buckets for name in bucket.named_params}
 
 
-def test_a_shared_parameter_has_one_place_under_its_first_name() -> None:
+def test_a_shared_parameter_has_one_place_under_its_first_name():
     engine = make_engine(make_model(tied=True))
     specs = {slot.spec.name: slot.spec for bucket in engine.plan.layout.buckets for slot in bucket.slots}
     assert specs["embedding.weight"].aliases == ("head.weight",)
@@ -121,7 +116,7 @@ def test_a_shared_parameter_has_one_place_under_its_first_name() -> None:
     assert engine.module.head.weight is engine.module.embedding.weight
 
 
-def test_a_parameter_without_a_gradient_counts_as_zeros_and_is_named_once(caplog) -> None:
+def test_a_parameter_without_a_gradient_counts_as_zeros_and_is_named_once(caplog):
     model = make_model()
     engine = make_engine(model)
     with caplog.at_level(logging.WARNING, logger="megamix"):
@@ -133,7 +128,7 @@ def test_a_parameter_without_a_gradient_counts_as_zeros_and_is_named_once(caplog
     assert "blocks.1" not in message
 
 
-def test_groups_set_lr_factor_and_weight_decay_by_name() -> None:
+def test_groups_set_lr_factor_and_weight_decay_by_name():
     groups = (ParamGroup(pattern="*.up.*", lr_factor=0.0), ParamGroup(pattern="embedding.*", weight_decay=0.0))
     optimizer = AdamW(lr=0.01, weight_decay=0.1, groups=groups)
     shapes = {"blocks.0.up.weight": (3, 2), "blocks.0.down.weight": (3, 2), "blocks.0.norm.weight": (3,)}
@@ -148,7 +143,7 @@ def test_groups_set_lr_factor_and_weight_decay_by_name() -> None:
     assert not torch.equal(model.blocks[0].down.weight, down)
 
 
-def test_a_group_that_matches_no_parameter_is_named(caplog) -> None:
+def test_a_group_that_matches_no_parameter_is_named(caplog):
     groups = (ParamGroup(pattern="*.biass"), ParamGroup(pattern="*.up.*"))
     make_engine(optimizer=AdamW(lr=0.01, groups=groups))
     assert [record.getMessage() for record in caplog.records] == [
@@ -171,15 +166,15 @@ BREAKERS = [
 
 class _InPlace(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor) -> Tensor:
+    def forward(ctx, x):
         return 1 * x
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> Tensor:
+    def backward(ctx, grad):
         return grad.mul_(3)
 
 
-def test_a_gradient_that_shares_memory_is_taken_before_others_write_there() -> None:
+def test_a_gradient_that_shares_memory_is_taken_before_others_write_there():
     """Take a gradient that shares memory at once, like that of a table that is added unchanged: a later node that
     computes in place would overwrite it.
     """
@@ -196,7 +191,7 @@ def test_a_gradient_that_shares_memory_is_taken_before_others_write_there() -> N
 @pytest.mark.parametrize("dtype", [torch.bfloat16])
 @pytest.mark.parametrize(("breaker", "message"), BREAKERS)
 @pytest.mark.parametrize("when", ["before backward", "before step"])
-def test_a_call_that_breaks_a_view_is_refused(breaker, message: str, when: str, dtype: torch.dtype) -> None:
+def test_a_call_that_breaks_a_view_is_refused(breaker, message, when, dtype):
     model = make_model()
     engine = make_engine(model, precision=Precision(dtype))
     train_steps(engine, range(1))
@@ -215,7 +210,7 @@ def test_a_call_that_breaks_a_view_is_refused(breaker, message: str, when: str, 
         assert "engine.load_weights(state_dict)" in str(error.value) or "build the engine after" in str(error.value)
 
 
-def test_zero_grad_breaks_nothing() -> None:
+def test_zero_grad_breaks_nothing():
     plain, zeroed = make_engine(), make_engine()
     train_steps(plain)
     for step in range(3):
@@ -227,7 +222,7 @@ def test_zero_grad_breaks_nothing() -> None:
     assert torch.equal(plain.buckets[0].master, zeroed.buckets[0].master)
 
 
-def test_loss_backward_outside_the_engine_is_refused() -> None:
+def test_loss_backward_outside_the_engine_is_refused():
     engine = make_engine()
     with pytest.raises(RuntimeError, match=r"outside the engine.*Call engine.backward\(loss\) instead"):
         loss_of(engine.module, make_batch(0, 0, 0)).backward()
@@ -239,17 +234,17 @@ class _Planted(torch.autograd.Function):
     """Identity whose backward raises."""
 
     @staticmethod
-    def forward(ctx, x: Tensor) -> Tensor:
+    def forward(ctx, x):
         return x.clone()
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> Tensor:
+    def backward(ctx, grad):
         raise ValueError("planted")
 
 
 @pytest.mark.parametrize("fails_in", [0, 1])
-def test_a_backward_that_raised_leaves_nothing_in_the_next_step(fails_in: int) -> None:
-    def run(fail: bool) -> Tensor:
+def test_a_backward_that_raised_leaves_nothing_in_the_next_step(fails_in):
+    def run(fail):
         engine = make_engine(grad_accum_steps=2)
         if fail:
             for micro_batch in range(fails_in):
@@ -267,8 +262,8 @@ def test_a_backward_that_raised_leaves_nothing_in_the_next_step(fails_in: int) -
     assert torch.equal(run(fail=True), run(fail=False))
 
 
-def test_units_share_buckets_unless_their_parameters_come_and_go() -> None:
-    def buckets(shard: Shard) -> int:
+def test_units_share_buckets_unless_their_parameters_come_and_go():
+    def buckets(shard):
         model = make_model()
         return len(make_engine(model, shard=shard).buckets)
 
@@ -277,8 +272,8 @@ def test_units_share_buckets_unless_their_parameters_come_and_go() -> None:
 
 
 @pytest.mark.parametrize("shard", get_args(Shard))
-def test_an_update_that_raised_leaves_nothing_in_the_next_step(shard: Shard) -> None:
-    def run(fail: bool) -> list[Tensor]:
+def test_an_update_that_raised_leaves_nothing_in_the_next_step(shard):
+    def run(fail):
         model = make_model()
         engine = make_engine(model, shard=shard)
         if fail:
@@ -292,8 +287,8 @@ def test_an_update_that_raised_leaves_nothing_in_the_next_step(shard: Shard) -> 
     assert all(map(torch.equal, run(fail=True), run(fail=False)))
 
 
-def test_a_step_that_is_discarded_leaves_nothing_in_the_next_one() -> None:
-    def run(discard: bool) -> Tensor:
+def test_a_step_that_is_discarded_leaves_nothing_in_the_next_one():
+    def run(discard):
         engine = make_engine(grad_accum_steps=2)
         if discard:
             engine.backward(loss_of(engine.module, make_batch(9, 0, 0)))
@@ -306,20 +301,20 @@ def test_a_step_that_is_discarded_leaves_nothing_in_the_next_one() -> None:
     assert torch.equal(run(discard=True), run(discard=False))
 
 
-def test_a_sparse_gradient_is_refused() -> None:
+def test_a_sparse_gradient_is_refused():
     model = nn.Embedding(10, 4, sparse=True)
     engine = make_engine(model)
     with pytest.raises(RuntimeError, match="weight got a torch.sparse_coo gradient"):
         engine.backward(model(torch.tensor([1, 2])).sum())
 
 
-def test_a_reentrant_recompute_that_sends_a_second_gradient_is_refused() -> None:
+def test_a_reentrant_recompute_that_sends_a_second_gradient_is_refused():
     class Twice(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.weight = nn.Parameter(torch.ones(3))
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             for _ in range(2):
                 x = torch.utils.checkpoint.checkpoint(lambda y: y * self.weight, x, use_reentrant=True)
             return x
@@ -330,9 +325,9 @@ def test_a_reentrant_recompute_that_sends_a_second_gradient_is_refused() -> None
         engine.backward(model(torch.ones(3, requires_grad=True)).sum())
 
 
-def test_a_reentrant_recompute_before_the_last_micro_batch_adds_up() -> None:
+def test_a_reentrant_recompute_before_the_last_micro_batch_adds_up():
     class Twice(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             for _ in range(2):
                 x = torch.utils.checkpoint.checkpoint(super().forward, x, use_reentrant=True)
             return x
@@ -345,7 +340,7 @@ def test_a_reentrant_recompute_before_the_last_micro_batch_adds_up() -> None:
     assert torch.allclose(engine.buckets[0].grads[:4].view(2, 2), weight.grad)
 
 
-def test_calls_out_of_order_are_refused() -> None:
+def test_calls_out_of_order_are_refused():
     engine = make_engine(grad_accum_steps=2)
     with pytest.raises(RuntimeError, match=r"step\(\) needs 2 backward\(\) calls \(grad_accum_steps\), got 0"):
         engine.step()
@@ -398,32 +393,26 @@ WRONG_SETTINGS = [
     (lambda: AdamW(lr=[]), "lr of AdamW must have at least one number"),
     (lambda: AdamW(lr=1.0, betas=(0.9, 1.0)), "betas of AdamW must be less than 1"),
     (lambda: NAG(lr=1.0, momentum=1.0), "momentum of NAG must be less than 1, got 1.0; leave it out for 0.9"),
-    (
-        lambda: NAG(lr=1.0, momentum_form="heavy"),
-        "momentum_form of NAG must be 'gradient' or 'velocity', got .heavy.",
-    ),
+    (lambda: NAG(lr=1.0, momentum_form="heavy"), "momentum_form of NAG must be 'gradient' or 'velocity', got .heavy."),
     (lambda: NAG(lr=1.0, weight_decay=-0.1), "weight_decay of NAG must be at least 0, got -0.1; leave it out for 0.0"),
     (lambda: AdamW(lr=1.0, weight_decay=math.nan), "weight_decay of AdamW must be finite, got nan"),
     (lambda: AdamW(lr=1.0, eps=0.0), "eps of AdamW must be at least 1.17549e-38, got 0.0; leave it out for 1e-08"),
     (lambda: AdamW(lr=1.0, eps=-1.0), "eps of AdamW must be at least 1.17549e-38"),
     (lambda: AdamW(lr=1.0, eps=1e-50), "eps of AdamW must be at least 1.17549e-38, got 1e-50"),
     (lambda: AdamW(lr=1.0, eps=math.nan), "eps of AdamW must be finite"),
-    (
-        lambda: ParamGroup(pattern="*", lr_factor=-1.0),
-        r"lr_factor of group '\*' must be at least 0, got -1.0; leave",
-    ),
+    (lambda: ParamGroup(pattern="*", lr_factor=-1.0), r"lr_factor of group '\*' must be at least 0, got -1.0; leave"),
     (lambda: ParamGroup(pattern="*", lr_factor=math.nan), r"lr_factor of group '\*' must be"),
     (lambda: ParamGroup(pattern="*.b", weight_decay=math.inf), r"weight_decay of group '\*.b' must be .* got inf"),
 ]
 
 
 @pytest.mark.parametrize(("build", "message"), WRONG_SETTINGS)
-def test_a_wrong_setting_is_named(build, message: str) -> None:
+def test_a_wrong_setting_is_named(build, message):
     with pytest.raises(ValueError, match=message):
         build()
 
 
-def test_a_second_engine_on_the_same_model_is_refused() -> None:
+def test_a_second_engine_on_the_same_model_is_refused():
     model = make_model()
     first = make_engine(model)
     with pytest.raises(ValueError, match="parameter embedding.weight belongs to another engine, or did"):
@@ -432,12 +421,12 @@ def test_a_second_engine_on_the_same_model_is_refused() -> None:
 
 
 @pytest.mark.parametrize("shard", get_args(Shard))
-def test_a_dropped_engine_gives_its_memory_back(shard: Shard) -> None:
+def test_a_dropped_engine_gives_its_memory_back(shard):
     """Drop an engine while its module and a loss of that live on: memory is free at once, as the next engine would have
     no room otherwise.
     """
 
-    def use() -> tuple[nn.Module, Tensor, list[weakref.ref]]:
+    def use():
         model = make_model()
         engine = make_engine(model, shard=shard)
         train_steps(engine)
@@ -456,7 +445,7 @@ def test_a_dropped_engine_gives_its_memory_back(shard: Shard) -> None:
         gc.enable()
 
 
-def test_gradients_are_collected_of_what_is_trained() -> None:
+def test_gradients_are_collected_of_what_is_trained():
     """Pass all parameters of a stage, as a pipeline does: some of them may be empty."""
     engines = []
     for _ in range(2):
@@ -479,14 +468,14 @@ def test_gradients_are_collected_of_what_is_trained() -> None:
         assert torch.equal(weight, collected.full_weights()[name])
 
 
-def test_an_unknown_name_in_the_package_is_an_attribute_error() -> None:
+def test_an_unknown_name_in_the_package_is_an_attribute_error():
     import megamix
 
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         megamix.nonsense  # noqa: B018 (the access is the test)
 
 
-def test_loaded_weights_reach_masters_and_half_parameters() -> None:
+def test_loaded_weights_reach_masters_and_half_parameters():
     source, engine = make_model(), bf16_engine(make_model(tied=True))
     train_steps(engine)
     weights = {name: torch.randn_like(tensor) for name, tensor in source.state_dict().items()}
@@ -500,7 +489,7 @@ def test_loaded_weights_reach_masters_and_half_parameters() -> None:
     train_steps(engine)  # the guards accept it
 
 
-def _trained_from_shapes_alone() -> bool:
+def _trained_from_shapes_alone():
     """Return whether an engine of a module without values ends as one of the module itself, and reads none of its
     values.
     """
@@ -511,7 +500,7 @@ def _trained_from_shapes_alone() -> bool:
     assert hollow.head.weight is hollow.embedding.weight
     values = {name: param.detach().clone().flatten() for name, param in real.named_parameters()}
 
-    def fill(spec: ParamSpec, start: int, out: Tensor) -> None:
+    def fill(spec, start, out):
         out.copy_(values[spec.name][start : start + out.numel()])
 
     ends = []
@@ -521,11 +510,11 @@ def _trained_from_shapes_alone() -> bool:
     return all(torch.equal(weight, ends[1][name]) for name, weight in ends[0].items())
 
 
-def test_a_module_without_values_takes_those_that_fill_writes(run_ranks) -> None:
+def test_a_module_without_values_takes_those_that_fill_writes(run_ranks):
     assert all(run_ranks(_trained_from_shapes_alone, 2))
 
 
-def test_wrong_weights_are_refused_all_at_once_and_change_nothing() -> None:
+def test_wrong_weights_are_refused_all_at_once_and_change_nothing():
     engine = make_engine()
     before = engine.full_weights()
     weights = make_model().state_dict()
@@ -547,9 +536,7 @@ def test_wrong_weights_are_refused_all_at_once_and_change_nothing() -> None:
     ],
 )
 @pytest.mark.parametrize("name", ["blocks.1.down.weight", "blocks.0.gain"])  # a trained and a frozen one
-def test_values_that_the_dtype_cannot_hold_are_refused_by_name(
-    dtype: torch.dtype, value: float, told: str, name: str
-) -> None:
+def test_values_that_the_dtype_cannot_hold_are_refused_by_name(dtype, value, told, name):
     model = make_model()
     model.blocks[0].gain.requires_grad_(False)
     model.norm.register_buffer("mask", torch.full((2,), -math.inf))  # a frozen mask may have it
@@ -571,7 +558,7 @@ def test_values_that_the_dtype_cannot_hold_are_refused_by_name(
         engine.load_weights(weights)
 
 
-def test_of_another_models_weights_the_first_names_of_each_kind_are_told_and_the_count() -> None:
+def test_of_another_models_weights_the_first_names_of_each_kind_are_told_and_the_count():
     with pytest.raises(ValueError, match="load_weights") as error:
         make_engine().load_weights({f"layers.{number}.weight": torch.ones(2) for number in range(300)})
     told = str(error.value)
@@ -580,7 +567,7 @@ def test_of_another_models_weights_the_first_names_of_each_kind_are_told_and_the
     assert len(told) < 600
 
 
-def test_full_weights_holds_buffers_and_frozen_parameters_too() -> None:
+def test_full_weights_holds_buffers_and_frozen_parameters_too():
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     model[0].bias.requires_grad_(False)
     engine = make_engine(model)
@@ -589,8 +576,8 @@ def test_full_weights_holds_buffers_and_frozen_parameters_too() -> None:
     assert all((value == 3).all() for value in model.state_dict().values())
 
 
-def _resumed_equals_uninterrupted() -> list[bool]:
-    def make() -> ShardedEngine:
+def _resumed_equals_uninterrupted():
+    def make():
         scale = DynamicLossScale(2.0**24, growth_interval=3)
         return make_engine(None, AdamW(lr=[0.01, 0.005]), Precision(torch.float16, loss_scale=scale))
 
@@ -610,19 +597,19 @@ def _resumed_equals_uninterrupted() -> list[bool]:
     return [*map(torch.equal, *held), bool(straight.skipped_steps)]
 
 
-def test_a_restored_engine_continues_bitwise(run_ranks) -> None:
+def test_a_restored_engine_continues_bitwise(run_ranks):
     for answer in run_ranks(_resumed_equals_uninterrupted, 2):
         assert all(answer)
 
 
-def test_a_foreign_state_is_refused() -> None:
+def test_a_foreign_state_is_refused():
     engine = make_engine()
     other = make_engine(sharding=Sharding(bucket_size=100))
     with pytest.raises(ValueError, match=r"saved by rank 0 with layout \w+, but this is rank 0 with"):
         engine.load_state_dict(other.state_dict())
 
 
-def test_the_sums_of_a_step_are_fp32_whatever_torchs_default_is() -> None:
+def test_the_sums_of_a_step_are_fp32_whatever_torchs_default_is():
     torch.set_default_dtype(torch.bfloat16)
     try:
         under_way = StepProgress(1, torch.device("cpu"), lambda: True)
@@ -631,14 +618,14 @@ def test_the_sums_of_a_step_are_fp32_whatever_torchs_default_is() -> None:
     assert (under_way.scale_used.dtype, under_way.loss_sum.dtype) == (torch.float32, torch.float32)
 
 
-def test_the_modules_own_state_is_answered_with_load_weights() -> None:
+def test_the_modules_own_state_is_answered_with_load_weights():
     engine = make_engine()
     with pytest.raises(ValueError, match=r"call engine.load_weights\(state_dict\)"):
         engine.load_state_dict(engine.module.state_dict())
 
 
 @pytest.mark.parametrize("spoil", [Tensor.item, Tensor.detach], ids=["number", "detached"])
-def test_a_loss_without_a_graph_is_refused_and_forgotten(spoil) -> None:
+def test_a_loss_without_a_graph_is_refused_and_forgotten(spoil):
     engine = make_engine()
     with pytest.raises(ValueError, match=r"before \.item\(\) or \.detach\(\)"):
         engine.backward(spoil(loss_of(engine.module, make_batch(0, 0, 0))))
@@ -646,7 +633,7 @@ def test_a_loss_without_a_graph_is_refused_and_forgotten(spoil) -> None:
     assert int(engine.applied_updates) == 1
 
 
-def test_a_state_that_lacks_a_tensor_changes_nothing() -> None:
+def test_a_state_that_lacks_a_tensor_changes_nothing():
     engine = make_engine()
     train_steps(engine)
     before = engine.full_weights()
@@ -657,8 +644,8 @@ def test_a_state_that_lacks_a_tensor_changes_nothing() -> None:
     assert all(map(torch.equal, before.values(), engine.full_weights().values()))
 
 
-def test_a_state_of_another_loss_scale_rule_is_refused_and_changes_nothing() -> None:
-    def build(scale: StaticLossScale) -> ShardedEngine:
+def test_a_state_of_another_loss_scale_rule_is_refused_and_changes_nothing():
+    def build(scale):
         return make_engine(precision=Precision(torch.bfloat16, loss_scale=scale))
 
     engine, others = build(TorchLossScale()), [build(rule()) for rule in (HeadroomLossScale, MegatronLossScale)]
@@ -671,8 +658,8 @@ def test_a_state_of_another_loss_scale_rule_is_refused_and_changes_nothing() -> 
         assert int(engine.applied_updates) == 0
 
 
-def test_a_state_leaves_an_engine_its_own_settings() -> None:
-    def build(lr: float, scale: float) -> ShardedEngine:
+def test_a_state_leaves_an_engine_its_own_settings():
+    def build(lr, scale):
         precision = Precision(torch.bfloat16, loss_scale=StaticLossScale(scale))
         return make_engine(None, AdamW(lr=lr), precision)
 
@@ -684,7 +671,7 @@ def test_a_state_leaves_an_engine_its_own_settings() -> None:
     assert (float(result.lr), float(result.loss_scale), int(engine.applied_updates)) == (0.5, 4.0, 2)
 
 
-def test_the_step_reports_what_a_user_logs() -> None:
+def test_the_step_reports_what_a_user_logs():
     engine = make_engine(precision=Precision(torch.float16, loss_scale=StaticLossScale(2.0**6)))
     engine.backward(loss_of(engine.module, make_batch(0, 0, 0)))
     result = engine.step()
@@ -694,7 +681,7 @@ def test_the_step_reports_what_a_user_logs() -> None:
     assert float(result.max_abs) == float(engine.buckets[0].grads.abs().max())
 
 
-def test_what_is_no_observer_is_refused_before_the_step() -> None:
+def test_what_is_no_observer_is_refused_before_the_step():
     engine = make_engine()
     with pytest.raises(TypeError, match=r"observe\(\) takes a megamix.StepObserver, got 3"), engine.observe(3):
         pass

@@ -1,19 +1,15 @@
 """An examined step computes the same bits, and counts every element and every micro-batch's gradient once."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from megamix import NAG, AdamW, DynamicLossScale, ParamGroup, Precision, ShardedEngine
+from megamix import NAG, AdamW, DynamicLossScale, ParamGroup, Precision
 from megamix.mixed_precision import examination
 from megamix.mixed_precision.examination import count_exponents, layer_of, layers_of
-from tests.distributed.models import TinyModel, loss_of, make_batch, make_model
-from tests.engines import make_engine
+from tests.builders import loss_of, make_batch, make_engine, make_model
 
 pytestmark = pytest.mark.uncounted
 
@@ -35,17 +31,17 @@ ACCUM = 2
         ("scales.0", "scales"),
     ],
 )
-def test_a_parameter_s_name_says_its_layer(name: str, layer: str) -> None:
+def test_a_parameter_s_name_says_its_layer(name, layer):
     assert layer_of(name) == layer
 
 
-def test_layers_come_in_the_order_of_the_model() -> None:
+def test_layers_come_in_the_order_of_the_model():
     names = [name for name, _ in make_model(tied=False).named_parameters()]
     assert layers_of(names) == ("embedding", "blocks.0", "blocks.1", "blocks.2", "norm", "head")
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_every_value_is_counted_in_the_bin_of_its_exponent(dtype: torch.dtype) -> None:
+def test_every_value_is_counted_in_the_bin_of_its_exponent(dtype):
     smallest, largest = torch.finfo(dtype).smallest_normal, torch.finfo(dtype).max
     values = torch.tensor([0.0, -0.0, 1.0, -1.0, 1.5, -2.0, smallest, largest, float("inf"), float("nan")], dtype=dtype)
     counts = torch.zeros(256, dtype=torch.int64)
@@ -57,17 +53,17 @@ def test_every_value_is_counted_in_the_bin_of_its_exponent(dtype: torch.dtype) -
     assert {exponent: count for exponent, count in enumerate(counts.tolist()) if count} == wanted
 
 
-def _build(model: TinyModel, optimizer, precision: Precision) -> ShardedEngine:
+def _build(model, optimizer, precision):
     settings = {"clip_grad": 0.5, "grad_accum_steps": ACCUM}
     return make_engine(model, optimizer, precision, shard="states", bucket_size=1500, **settings)
 
 
-def _trained(examined: bool, dtype: torch.dtype, grad_dtype: torch.dtype, recompute: bool) -> list[Tensor]:
+def _trained(examined, dtype, grad_dtype, recompute):
     """Return the state and the results of four steps, one of them an overflow."""
     model = make_model(recompute=recompute)
     optimizer = AdamW(lr=0.01, groups=(ParamGroup(pattern="*.down.*", lr_factor=0.5),))
     engine = _build(model, optimizer, Precision(dtype, grad_dtype, DynamicLossScale(2.0**8, growth_interval=2)))
-    said: list[Tensor] = []
+    said = []
     for step in range(4):
         if examined:
             engine.examine_next_step()
@@ -83,7 +79,7 @@ def _trained(examined: bool, dtype: torch.dtype, grad_dtype: torch.dtype, recomp
     return [*said, engine.applied_updates]
 
 
-def _differences(*args: object) -> list[int]:
+def _differences(*args):
     pairs = zip(_trained(False, *args), _trained(True, *args), strict=True)
     bits = [[tensor.flatten().view(torch.uint8) for tensor in pair] for pair in pairs]
     return [place for place, (plain, examined) in enumerate(bits) if not torch.equal(plain, examined)]
@@ -98,28 +94,28 @@ def _differences(*args: object) -> list[int]:
         (torch.float32, torch.float32, False),
     ],
 )
-def test_an_examined_step_computes_the_same_bits(run_ranks, dtype, grad_dtype, recompute: bool) -> None:
+def test_an_examined_step_computes_the_same_bits(run_ranks, dtype, grad_dtype, recompute):
     assert run_ranks(_differences, 2, dtype, grad_dtype, recompute) == [[], []]
 
 
-def _differences_in_small_cuts() -> list[int]:
+def _differences_in_small_cuts():
     with mock.patch.object(examination, "_CHUNK", 128):
         return _differences(torch.bfloat16, torch.bfloat16, False)
 
 
-def test_the_cuts_of_an_examined_update_leave_no_element_out_and_keep_its_group(run_ranks) -> None:
+def test_the_cuts_of_an_examined_update_leave_no_element_out_and_keep_its_group(run_ranks):
     assert run_ranks(_differences_in_small_cuts, 2) == [[], []]
 
 
-def test_each_micro_batch_s_gradient_is_seen_before_it_is_added() -> None:
+def test_each_micro_batch_s_gradient_is_seen_before_it_is_added():
     model = make_model()  # tied: one parameter with two uses
     engine = _build(model, NAG(lr=0.01), Precision(torch.bfloat16, grad_dtype=torch.float32))
-    seen: dict[tuple[int, str], Tensor] = {}
+    seen = {}
     now = 0
     for name, param in model.named_parameters():
         param.register_hook(lambda grad, name=name: spoil(grad, name))
 
-    def spoil(grad: Tensor, name: str) -> Tensor:
+    def spoil(grad, name):
         grad = grad.clone()
         if name.endswith("up.weight"):
             grad.view(-1)[: 5 + now] = float("inf")
@@ -143,7 +139,7 @@ def test_each_micro_batch_s_gradient_is_seen_before_it_is_added() -> None:
     ]  # three up.weight, seven parameters of blocks.1
 
 
-def test_gradients_that_come_twice_in_a_micro_batch_are_both_counted() -> None:
+def test_gradients_that_come_twice_in_a_micro_batch_are_both_counted():
     engine = _build(make_model(), NAG(lr=0.01), Precision(torch.bfloat16))
     names = engine.plan.param_names
     examiner = examination.Examiner(names, ACCUM, torch.device("cpu"))
@@ -154,11 +150,11 @@ def test_gradients_that_come_twice_in_a_micro_batch_are_both_counted() -> None:
     assert local[2].isnan()
 
 
-def test_a_request_holds_for_one_whole_step() -> None:
+def test_a_request_holds_for_one_whole_step():
     model = make_model()
     engine = _build(model, NAG(lr=0.01), Precision(torch.bfloat16))
 
-    def step() -> object:
+    def step():
         for micro_batch in range(ACCUM):
             engine.backward(loss_of(model, make_batch(0, 0, micro_batch)))
         return engine.step().examination

@@ -1,17 +1,15 @@
 """Every parameter has one aligned place and every element one owner, on borders that kernels and statistics rely on."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 
 import pytest
 
-from megamix.mixed_precision.flat_layout import ROW, FlatLayout, ParamSpec, build_layout, default_bucket_size
+from megamix.mixed_precision.flat_layout import ROW, ParamSpec, build_layout, default_bucket_size
 from tests.conftest import FULL
 
 
-def _random_layout(seed: int) -> tuple[list[ParamSpec], FlatLayout]:
+def _random_layout(seed):
     rng = random.Random(seed)
     shapes = [tuple(rng.randint(1, 40) for _ in range(rng.randint(0, 3))) for _ in range(rng.randint(1, 30))]
     specs = [ParamSpec.whole(name=f"p{i}", shape=shape, group=rng.randrange(3)) for i, shape in enumerate(shapes)]
@@ -22,7 +20,7 @@ def _random_layout(seed: int) -> tuple[list[ParamSpec], FlatLayout]:
 
 @pytest.mark.uncounted
 @pytest.mark.parametrize("seed", range(40 if FULL else 12))
-def test_every_parameter_has_one_aligned_place_and_every_element_one_owner(seed: int) -> None:
+def test_every_parameter_has_one_aligned_place_and_every_element_one_owner(seed):
     specs, layout = _random_layout(seed)
     slots = [slot for bucket in layout.buckets for slot in bucket.slots]
     assert sorted(slot.spec.name for slot in slots) == sorted(spec.name for spec in specs)
@@ -68,13 +66,13 @@ def test_every_parameter_has_one_aligned_place_and_every_element_one_owner(seed:
         assert set(owned) == {1}
 
 
-def test_buckets_are_filled_in_the_order_of_backward() -> None:
+def test_buckets_are_filled_in_the_order_of_backward():
     specs = [ParamSpec.whole(name=name, shape=(100,), group=0) for name in "abcde"]
     layout = build_layout(specs, [1], bucket_size=200)
     assert [[slot.spec.name for slot in bucket.slots] for bucket in layout.buckets] == [["e", "d"], ["c", "b"], ["a"]]
 
 
-def test_parameters_of_a_group_stand_together() -> None:
+def test_parameters_of_a_group_stand_together():
     specs = [ParamSpec.whole(name, (10,), group) for name, group in zip("abcd", (0, 1, 0, 1), strict=True)]
     (bucket,) = build_layout(specs, [2], bucket_size=1000).buckets
     assert [slot.spec.name for slot in bucket.slots] == ["c", "a", "d", "b"]
@@ -91,19 +89,19 @@ def test_parameters_of_a_group_stand_together() -> None:
         (10**9, 100, 100_000_000),  # a million elements for each owner
     ],
 )
-def test_default_bucket_size(numel: int, dp_size: int, want: int) -> None:
+def test_default_bucket_size(numel, dp_size, want):
     assert default_bucket_size(numel, dp_size) == want
 
 
-def test_buckets_stand_in_the_order_of_backward_whoever_owns_them_and_what_more_ranks_share_is_last() -> None:
-    def spec(name: str, axis: int) -> ParamSpec:
+def test_buckets_stand_in_the_order_of_backward_whoever_owns_them_and_what_more_ranks_share_is_last():
+    def spec(name, axis):
         return replace(ParamSpec.whole(name=name, shape=(64,), group=0), axis=axis)
 
     # There are 4 data-parallel ranks; experts have 2 owners, norms 8, a tied table 16.
     specs = [spec("table", 3), spec("norm0", 2), spec("dense0", 0), spec("experts0", 1)]
     specs += [spec("norm1", 2), spec("dense1", 0), spec("experts1", 1)]
 
-    def order(bucket_size: int) -> list[list[str]]:
+    def order(bucket_size):
         layout = build_layout(specs, [4, 2, 8, 16], bucket_size)
         assert all(len({slot.spec.axis for slot in bucket.slots}) == 1 for bucket in layout.buckets)
         return [[slot.spec.name for slot in bucket.slots] for bucket in layout.buckets]
@@ -114,14 +112,14 @@ def test_buckets_stand_in_the_order_of_backward_whoever_owns_them_and_what_more_
     assert order(128) == [["experts1", "experts0"], ["dense1", "dense0"], ["norm1", "norm0"], ["table"]]
 
 
-def test_nothing_to_train_and_a_wrong_bucket_size_are_refused() -> None:
+def test_nothing_to_train_and_a_wrong_bucket_size_are_refused():
     with pytest.raises(ValueError, match="no trainable parameter"):
         build_layout([], [1])
     with pytest.raises(ValueError, match="bucket_size must be at least 1 element, got 0"):
         build_layout([ParamSpec.whole(name="w", shape=(3,), group=0)], [1], bucket_size=0)
 
 
-def test_whole_matrices_stay_uncut_beside_a_stack_that_fewer_ranks_divide() -> None:
+def test_whole_matrices_stay_uncut_beside_a_stack_that_fewer_ranks_divide():
     dense = [
         ParamSpec(name=f"dense{i}", shape=(rows, 40), full_shape=(rows, 40), group=0, offset=(0, 0), matrices=(rows,))
         for i, rows in enumerate([48] * 4 + [24] * 4)

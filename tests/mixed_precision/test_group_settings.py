@@ -2,21 +2,17 @@
 optimizers bit for bit, on 1, 2 and 4 ranks, with skipped steps and across a resume.
 """
 
-from __future__ import annotations
-
 import math
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch._dynamo.utils import counters
 
 from megamix import NAG, AdamW, ParamGroup, Precision, ShardedEngine, Sharding, schedules, tuned
 from megamix.comm.topology import Topology
 from megamix.mixed_precision import fused_update
-from megamix.mixed_precision.optimizers import Optimizer
 
 LR, DECAY, STEPS = 0.01, 0.1, 7
 SKIPPED = {0: math.inf, 4: math.nan}  # step -> one element of its gradient; the first comes before any update
@@ -25,14 +21,14 @@ GROUPS = (
     ParamGroup(pattern="scale", betas=(0.96, 0.95), eps=1e-6, lr_factor=0.5),
 )
 MOMENTA = (ParamGroup(pattern="table", momentum=0.5, weight_decay=0.0), ParamGroup(pattern="scale", momentum=0.0))
-OPTIMIZERS: dict[str, Optimizer] = {
+OPTIMIZERS = {
     "adamw": AdamW(lr=LR, weight_decay=DECAY, betas=(0.9, 0.99), groups=GROUPS),
     "classical": NAG(lr=LR, weight_decay=DECAY, nesterov=False, groups=MOMENTA),
     "nesterov": NAG(lr=LR, weight_decay=DECAY, groups=MOMENTA),
 }
 # Three numbers for five updates: the last two updates use the last one.
 BETA1, BETA2, DECAYS, MOMENTUM = [0.5, 0.8, 0.9], [0.9, 0.95, 0.99], [0.2, 0.1, 0.0], [0.85, 0.9, 0.95]
-SCHEDULED: dict[str, Optimizer] = {
+SCHEDULED = {
     "adamw": AdamW(
         lr=LR, weight_decay=DECAYS, betas=(BETA1, BETA2),
         groups=(ParamGroup(pattern="table", betas=(0.8, BETA2), eps=1e-10, weight_decay=DECAY),),
@@ -44,26 +40,26 @@ SCHEDULED: dict[str, Optimizer] = {
 class Fed(nn.Module):
     """Three parameters, each with a gradient that is given."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         generator = torch.Generator().manual_seed(0)
         self.weight, self.table = (nn.Parameter(torch.randn(16, 64, generator=generator)) for _ in range(2))
         self.scale = nn.Parameter(torch.randn(128, generator=generator))
 
-    def forward(self, grads: dict[str, Tensor]) -> Tensor:
+    def forward(self, grads):
         return sum((param * grads[name]).sum() for name, param in self.named_parameters())
 
 
-def _grads(step: int) -> dict[str, Tensor]:
+def _grads(step):
     generator = torch.Generator().manual_seed(step)
     return {name: torch.randn(param.shape, generator=generator) for name, param in Fed().named_parameters()}
 
 
-def _torchs(kind: str) -> dict[str, Tensor]:
+def _torchs(kind):
     """Return the weights after torch's own steps, of which it is told only those that do not overflow."""
     model = Fed()
     if kind == "adamw":
-        groups: list[dict[str, Any]] = [
+        groups = [
             {"params": [model.weight], "betas": (0.9, 0.99)},
             {"params": [model.table], "betas": (0.8, 0.96), "eps": 1e-10, "weight_decay": 0.0},
             {
@@ -75,7 +71,7 @@ def _torchs(kind: str) -> dict[str, Tensor]:
             },
         ]
         lr = torch.tensor(LR)  # FP32, as the engine has it
-        optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups, lr=lr, weight_decay=DECAY, fused=True)
+        optimizer = torch.optim.AdamW(groups, lr=lr, weight_decay=DECAY, fused=True)
     else:
         groups = [
             {"params": [model.weight], "momentum": 0.9},
@@ -93,10 +89,10 @@ def _torchs(kind: str) -> dict[str, Tensor]:
     return {name: param.detach() for name, param in model.named_parameters()}
 
 
-def _trained(optimizer: Optimizer, topology: Topology | None, compiled: bool = False) -> dict[str, Tensor]:
+def _trained(optimizer, topology, compiled=False):
     """Return the weights after the engine's steps. Halfway another engine goes on."""
 
-    def engine() -> ShardedEngine:
+    def engine():
         sharding = Sharding(topology=topology, bucket_size=1024)
         return ShardedEngine(Fed(), optimizer, Precision(torch.float32), sharding, compile_update=compiled)
 
@@ -113,7 +109,7 @@ def _trained(optimizer: Optimizer, topology: Topology | None, compiled: bool = F
     return trained.full_weights()
 
 
-def _on_ranks() -> list[str]:
+def _on_ranks():
     """Return the optimizers that differ from torch's, with the number of data-parallel ranks."""
     size = dist.get_world_size()
     meshes = {size // replicas: Topology.connect(replicas=replicas) for replicas in (1, 2)}
@@ -125,20 +121,20 @@ def _on_ranks() -> list[str]:
     ]
 
 
-def _equal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
+def _equal(ours, theirs):
     return all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_alone_groups_and_momentum_are_torchs_bit_for_bit(kind: str) -> None:
+def test_alone_groups_and_momentum_are_torchs_bit_for_bit(kind):
     assert _equal(_trained(OPTIMIZERS[kind], None), _torchs(kind))
 
 
-def test_on_2_and_4_ranks_they_are_torchs_bit_for_bit(run_ranks) -> None:
+def test_on_2_and_4_ranks_they_are_torchs_bit_for_bit(run_ranks):
     assert run_ranks(_on_ranks, 4) == [[]] * 4
 
 
-def _by_schedule(kind: str) -> dict[str, Tensor]:
+def _by_schedule(kind):
     """Return the weights after the equations, one operation after the other, with each update's own numbers."""
     weights = {name: param.detach() for name, param in Fed().named_parameters()}
     held = {name: [torch.zeros_like(weight), torch.zeros_like(weight)] for name, weight in weights.items()}
@@ -167,11 +163,11 @@ def _by_schedule(kind: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("kind", SCHEDULED)
-def test_schedules_count_applied_updates_and_go_on_after_a_resume_bit_for_bit(kind: str) -> None:
+def test_schedules_count_applied_updates_and_go_on_after_a_resume_bit_for_bit(kind):
     assert _equal(_trained(SCHEDULED[kind], None), _by_schedule(kind))
 
 
-def test_one_graph_serves_all_groups_and_their_schedules(monkeypatch) -> None:
+def test_one_graph_serves_all_groups_and_their_schedules(monkeypatch):
     # Traced as for a compiler, whose own work would cost seconds and prove no more.
     traced = {"dynamic": True, "fullgraph": True, "backend": "eager"}
     monkeypatch.setattr(fused_update, "_compile", lambda function: torch.compile(function, **traced))
@@ -182,7 +178,7 @@ def test_one_graph_serves_all_groups_and_their_schedules(monkeypatch) -> None:
     assert counters["stats"]["unique_graphs"] - before == 3  # the update of each of two engines, and the statistics
 
 
-def test_a_setting_by_update_rises_stays_and_falls() -> None:
+def test_a_setting_by_update_rises_stays_and_falls():
     assert schedules.setting(0.75, 6, start=0.25, warmup_steps=2, end=0.0, decay_steps=3) == pytest.approx(
         [0.25, 0.5, 0.75, 0.75, 0.5, 0.25]
     )

@@ -2,33 +2,29 @@
 notice, are refused with a fix; an average of weights and a loss in half are logged.
 """
 
-from __future__ import annotations
-
 import copy
 import logging
 import threading
 import warnings
-from collections.abc import Callable
 from typing import get_args
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
 from megamix import NAG, AdamW, Checkpoints, ParamGroup, Precision, ShardedEngine, StaticLossScale
 from megamix.mixed_precision.settings import Shard
-from tests.distributed.models import loss_of, make_batch, make_model
-from tests.engines import BF16, bf16_engine, make_engine, train_step
+from tests.builders import BF16, bf16_engine, loss_of, make_batch, make_engine, make_model, train_step
 
 
-def _with_batch_norm(kind: type[nn.Module], **settings) -> nn.Module:
+def _with_batch_norm(kind, **settings):
     return nn.Sequential(nn.Linear(4, 4), nn.ModuleDict({"norm": kind(4, **settings)}))
 
 
-WRONG_KINDS: list[tuple[Callable[[], object], type[Exception], str]] = [
+WRONG_KINDS = [
     (
         lambda: ShardedEngine(make_model(), torch.optim.AdamW(make_model().parameters(), lr=1e-3)),
         TypeError,
@@ -39,32 +35,20 @@ WRONG_KINDS: list[tuple[Callable[[], object], type[Exception], str]] = [
         TypeError,
         r"optimizer is a float, not of Optimizer; pass megamix.AdamW",
     ),
-    (
-        lambda: ShardedEngine(make_model().parameters(), AdamW(lr=1.0)),
-        TypeError,
-        "model is a generator, not of Module",
-    ),
+    (lambda: ShardedEngine(make_model().parameters(), AdamW(lr=1.0)), TypeError, "model is a generator, not of Module"),
     (
         lambda: make_engine(precision=torch.bfloat16),
         TypeError,
         r"precision is a dtype, not of Precision; pass megamix.Pr",
     ),
-    (
-        lambda: bf16_engine(sharding=[]),
-        TypeError,
-        r"sharding is a list, not of Sharding; pass megamix.Sharding\(...\)",
-    ),
+    (lambda: bf16_engine(sharding=[]), TypeError, r"sharding is a list, not of Sharding; pass megamix.Sharding\(...\)"),
     (
         lambda: AdamW(lr=1.0, groups=[{"params": [], "lr": 0.1}]),
         TypeError,
         r"groups takes ParamGroup, got dict .*; write ParamGroup\(pattern=",
     ),
     (lambda: AdamW(make_model().parameters(), lr=1e-3), TypeError, r"AdamW takes settings by name.*: write AdamW\(lr="),
-    (
-        lambda: NAG(params=make_model().parameters(), lr=1e-3),
-        TypeError,
-        "NAG takes settings by name, and no param",
-    ),
+    (lambda: NAG(params=make_model().parameters(), lr=1e-3), TypeError, "NAG takes settings by name, and no param"),
     (
         lambda: AdamW(lr=1e-3, amsgrad=True, foreach=True),
         TypeError,
@@ -87,26 +71,14 @@ WRONG_KINDS: list[tuple[Callable[[], object], type[Exception], str]] = [
         ValueError,
         "no trainable parameter: it has none, or every requires_grad is False",
     ),
-    (
-        lambda: copy.deepcopy(bf16_engine()),
-        TypeError,
-        r"neither copied nor pickled.* take deepcopy\(engine.module\)",
-    ),
+    (lambda: copy.deepcopy(bf16_engine()), TypeError, r"neither copied nor pickled.* take deepcopy\(engine.module\)"),
     (
         lambda: AdamW(lr=torch.tensor(1.0)),
         TypeError,
         r"lr of AdamW must be a number, or a sequence .*, got tensor\(1\.\)",
     ),
-    (
-        lambda: AdamW(lr="1e-3"),
-        TypeError,
-        "lr of AdamW must be a number, or a sequence .*, got '1e-3'",
-    ),
-    (
-        lambda: bf16_engine(nn.Linear(2, 2, device="meta")),
-        ValueError,
-        "weight is on the meta device .* model.to_empty",
-    ),
+    (lambda: AdamW(lr="1e-3"), TypeError, "lr of AdamW must be a number, or a sequence .*, got '1e-3'"),
+    (lambda: bf16_engine(nn.Linear(2, 2, device="meta")), ValueError, "weight is on the meta device .* model.to_empty"),
     (
         lambda: bf16_engine(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, affine=False, device="meta"))),
         ValueError,
@@ -129,7 +101,7 @@ WRONG_KINDS: list[tuple[Callable[[], object], type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("build", "kind", "message"), WRONG_KINDS)
-def test_a_wrong_kind_is_answered_with_the_right_one(build, kind: type[Exception], message: str) -> None:
+def test_a_wrong_kind_is_answered_with_the_right_one(build, kind, message):
     with pytest.raises(kind, match=message):
         build()
 
@@ -138,7 +110,7 @@ def test_a_wrong_kind_is_answered_with_the_right_one(build, kind: type[Exception
     ("precision", "settings"),
     [(Precision(torch.float32), {}), (BF16, {"affine": False}), (BF16, {"track_running_stats": False})],
 )
-def test_the_ways_out_of_batch_norm_train(precision: Precision, settings: dict[str, bool]) -> None:
+def test_the_ways_out_of_batch_norm_train(precision, settings):
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, **settings))
     engine = make_engine(model, precision=precision)
     before = copy.deepcopy(model.state_dict())
@@ -151,7 +123,7 @@ def test_the_ways_out_of_batch_norm_train(precision: Precision, settings: dict[s
         assert not torch.equal(model[1].running_mean, before["1.running_mean"])
 
 
-def _wrapped() -> list[str]:
+def _wrapped():
     """Return the engine's error for a model that torch has sharded or replicated, and for one inside a larger model."""
     from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
@@ -176,7 +148,7 @@ def _wrapped() -> list[str]:
     return [*told, str(error.value)]
 
 
-def test_a_model_inside_ddp_or_fsdp_is_refused(run_ranks) -> None:
+def test_a_model_inside_ddp_or_fsdp_is_refused(run_ranks):
     for ddp, inner_ddp, fsdp1, fsdp2, inner_fsdp2, _ in run_ranks(_wrapped, 2):
         assert "the model is wrapped by DistributedDataParallel" in ddp
         assert "module net is wrapped by DistributedDataParallel" in inner_ddp
@@ -186,11 +158,11 @@ def test_a_model_inside_ddp_or_fsdp_is_refused(run_ranks) -> None:
 
 
 class _Masked(nn.Linear):
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+    def forward(self, x, mask):
         return super().forward(x) + mask.to(x.dtype)
 
 
-def test_fp32_inputs_are_named_when_the_module_cannot_take_them() -> None:
+def test_fp32_inputs_are_named_when_the_module_cannot_take_them():
     engine = bf16_engine(_Masked(4, 4))
     with pytest.raises(RuntimeError, match="mat1 and mat2 must have the same dtype") as error:
         engine(torch.ones(2, 4), mask=torch.ones(2, 4).bfloat16())
@@ -202,7 +174,7 @@ def test_fp32_inputs_are_named_when_the_module_cannot_take_them() -> None:
     assert not hasattr(error.value, "__notes__")  # the mask is not the cause
 
 
-ATTEMPTS: list[tuple[Callable[[ShardedEngine], object], str]] = [
+ATTEMPTS = [
     (
         lambda engine: torch.optim.lr_scheduler.LambdaLR(engine, lambda step: 1.0),
         r"'param_groups'; .*engine.set_lr\(lr\)",
@@ -224,16 +196,16 @@ ATTEMPTS: list[tuple[Callable[[ShardedEngine], object], str]] = [
 
 
 @pytest.mark.parametrize(("attempt", "message"), ATTEMPTS)
-def test_what_torchs_objects_have_is_answered_with_what_the_engine_has(attempt, message: str) -> None:
+def test_what_torchs_objects_have_is_answered_with_what_the_engine_has(attempt, message):
     with pytest.raises(AttributeError, match=message):
         attempt(bf16_engine())
 
 
-def _ema(average: Tensor, weight: Tensor, count: Tensor) -> Tensor:
+def _ema(average, weight, count):
     return average.lerp(weight.float(), 0.001)
 
 
-def _ema_in_half(caplog, precision: Precision) -> list[str]:
+def _ema_in_half(caplog, precision):
     engine = make_engine(precision=precision)
     caplog.clear()
     with caplog.at_level(logging.WARNING, logger="megamix"):
@@ -242,7 +214,7 @@ def _ema_in_half(caplog, precision: Precision) -> list[str]:
     return [record.getMessage() for record in caplog.records]
 
 
-def test_an_average_copied_in_half_is_told_and_what_the_words_say_works(caplog) -> None:
+def test_an_average_copied_in_half_is_told_and_what_the_words_say_works(caplog):
     (message,) = _ema_in_half(caplog, BF16)
     assert "copied in torch.bfloat16" in message
     assert "AveragedModel" in message
@@ -252,7 +224,7 @@ def test_an_average_copied_in_half_is_told_and_what_the_words_say_works(caplog) 
     engine = bf16_engine(model)
     late = AveragedModel(engine.module, avg_fn=_ema).float()
     half = AveragedModel(engine.module, avg_fn=get_ema_avg_fn(0.999))
-    want: dict[str, Tensor] = {}
+    want = {}
     for step in range(4):
         train_step(engine, step)
         for average in (early, late, half):
@@ -269,7 +241,7 @@ def test_an_average_copied_in_half_is_told_and_what_the_words_say_works(caplog) 
     assert any(lost)  # the reason for the log line
 
 
-def test_a_copy_trains_under_an_engine_of_its_own() -> None:
+def test_a_copy_trains_under_an_engine_of_its_own():
     engine = bf16_engine()
     train_step(engine)
     other = bf16_engine(copy.deepcopy(engine.module))
@@ -280,52 +252,52 @@ def test_a_copy_trains_under_an_engine_of_its_own() -> None:
     assert float(first.loss) == float(second.loss)
 
 
-def _add_parameter(model: nn.Module) -> None:
+def _add_parameter(model):
     model.blocks[1].scale = nn.Parameter(torch.ones(1))
 
 
-def _add_module(model: nn.Module) -> None:
+def _add_module(model):
     model.blocks[1].adapter = nn.Linear(2, 2)
 
 
-def _replace_module(model: nn.Module) -> None:
+def _replace_module(model):
     model.head = nn.Linear(24, 29, bias=False)
 
 
-def _delete_and_replace(model: nn.Module) -> None:
+def _delete_and_replace(model):
     del model.norm
     model.norm = nn.LayerNorm(24)
 
 
-def _untie(model: nn.Module) -> None:
+def _untie(model):
     model.head.weight = nn.Parameter(model.head.weight.detach().clone())
 
 
-def _take_out(model: nn.Module) -> None:
+def _take_out(model):
     del model.blocks[1].gain
 
 
-def _wrap(model: nn.Module) -> None:
+def _wrap(model):
     model.blocks[1] = nn.Sequential(model.blocks[1])
 
 
-def _swap(model: nn.Module) -> None:
+def _swap(model):
     model.blocks[1], model.blocks[2] = model.blocks[2], model.blocks[1]
 
 
-def _repeat(model: nn.Module) -> None:
+def _repeat(model):
     model.blocks[2] = model.blocks[1]
 
 
-def _tie(model: nn.Module) -> None:
+def _tie(model):
     model.norm.bias = model.norm.weight
 
 
-def _name_again(model: nn.Module) -> None:
+def _name_again(model):
     model.blocks[1].also = model.norm
 
 
-def _drop_a_name(model: nn.Module) -> None:
+def _drop_a_name(model):
     del model.head.weight
 
 
@@ -346,16 +318,13 @@ CHANGES = [
         lambda model: model.blocks[2].up.weight.requires_grad_(False),
         "parameter blocks.2.up.weight was frozen .* decay and momentum would go on moving it. .* build the model anew",
     ),
-    (
-        lambda model: model.blocks[0].requires_grad_(True),
-        "blocks.0.gain was frozen when .* nothing would train it",
-    ),
+    (lambda model: model.blocks[0].requires_grad_(True), "blocks.0.gain was frozen when .* nothing would train it"),
 ]
 
 
 @pytest.mark.parametrize(("change", "message"), CHANGES)
 @pytest.mark.parametrize("when", ["before backward", "before step"])
-def test_a_later_change_of_the_module_is_refused_by_name(change, message: str, when: str) -> None:
+def test_a_later_change_of_the_module_is_refused_by_name(change, message, when):
     model = make_model()
     model.blocks[0].requires_grad_(False)
     engine = bf16_engine(model)
@@ -368,7 +337,7 @@ def test_a_later_change_of_the_module_is_refused_by_name(change, message: str, w
         engine.step() if when == "before step" else engine.backward(loss)
 
 
-def test_a_change_that_leaves_the_parameters_alone_is_none() -> None:
+def test_a_change_that_leaves_the_parameters_alone_is_none():
     model = make_model()
     engine, plain = bf16_engine(model), bf16_engine()
     for step in range(3):
@@ -379,7 +348,7 @@ def test_a_change_that_leaves_the_parameters_alone_is_none() -> None:
     assert torch.equal(engine.buckets[0].master, plain.buckets[0].master)
 
 
-def test_a_parameter_is_frozen_later_as_the_message_says() -> None:
+def test_a_parameter_is_frozen_later_as_the_message_says():
     engine = bf16_engine()
     train_step(engine)
     frozen = make_model()
@@ -392,7 +361,7 @@ def test_a_parameter_is_frozen_later_as_the_message_says() -> None:
 
 
 @pytest.mark.parametrize("optimizer", [AdamW, NAG])
-def test_a_group_without_a_rate_keeps_its_parameters(optimizer) -> None:
+def test_a_group_without_a_rate_keeps_its_parameters(optimizer):
     groups = (ParamGroup(pattern="blocks.0.*", lr_factor=0.0),)
     precision = Precision(torch.float16, loss_scale=StaticLossScale(2.0**8))
     engine = make_engine(None, optimizer(lr=0.1, groups=groups), precision)
@@ -403,7 +372,7 @@ def test_a_group_without_a_rate_keeps_its_parameters(optimizer) -> None:
     assert kept == [name for name in before if name.startswith("blocks.0.")]
 
 
-def test_a_loss_in_half_is_told_once_with_what_to_write() -> None:
+def test_a_loss_in_half_is_told_once_with_what_to_write():
     engine, tokens = bf16_engine(), make_batch(0, 0, 0)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("default")
@@ -418,13 +387,13 @@ def test_a_loss_in_half_is_told_once_with_what_to_write() -> None:
     assert "F.cross_entropy(engine(x).float(), y)" in str(warning.message)
 
 
-def _grad_before_the_build(engine_of: Callable[[nn.Module], ShardedEngine]) -> None:
+def _grad_before_the_build(engine_of):
     model = make_model()
     loss_of(model, make_batch(0, 0, 0)).backward()
     engine_of(model)
 
 
-def _grad_before_a_pass(engine_of: Callable[[nn.Module], ShardedEngine]) -> None:
+def _grad_before_a_pass(engine_of):
     engine = engine_of(make_model())
     train_step(engine)
     weight = engine.module.blocks[1].up.weight
@@ -432,7 +401,7 @@ def _grad_before_a_pass(engine_of: Callable[[nn.Module], ShardedEngine]) -> None
     engine.backward(loss_of(engine.module, make_batch(1, 0, 0)))
 
 
-def _grad_before_the_step(engine_of: Callable[[nn.Module], ShardedEngine]) -> None:
+def _grad_before_the_step(engine_of):
     engine = engine_of(make_model())
     engine.backward(loss_of(engine.module, make_batch(0, 0, 0)))
     weight = engine.module.blocks[1].up.weight
@@ -449,17 +418,17 @@ def _grad_before_the_step(engine_of: Callable[[nn.Module], ShardedEngine]) -> No
         (_grad_before_the_step, r"parameter blocks.1.up.weight has a .grad that is not the engine's"),
     ],
 )
-def test_a_gradient_that_somebody_put_there_is_refused_by_name(put, message: str, shard: Shard) -> None:
+def test_a_gradient_that_somebody_put_there_is_refused_by_name(put, message, shard):
     with pytest.raises((ValueError, RuntimeError), match=message):
         put(lambda model: bf16_engine(model, shard=shard))
 
 
-def test_a_gradient_left_by_a_backward_that_failed_is_in_no_step() -> None:
-    def first_norm(fail: bool) -> float:
+def test_a_gradient_left_by_a_backward_that_failed_is_in_no_step():
+    def first_norm(fail):
         model = make_model()
         weight, fails = model.blocks[1].up.weight, [fail]
 
-        def user_hook(param: Tensor) -> None:
+        def user_hook(param):
             if any(fails):
                 fails.clear()
                 raise ValueError("planted")
@@ -475,7 +444,7 @@ def test_a_gradient_left_by_a_backward_that_failed_is_in_no_step() -> None:
     assert first_norm(True) == first_norm(False)
 
 
-WRITERS: list[Callable[[ShardedEngine], object]] = [
+WRITERS = [
     train_step,
     lambda engine: engine.load_weights(engine.full_weights()),
     lambda engine: engine.load_state_dict(engine.state_dict()),
@@ -486,7 +455,7 @@ WRITERS: list[Callable[[ShardedEngine], object]] = [
 @pytest.mark.parametrize("shard", get_args(Shard))
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("write", WRITERS)
-def test_a_loss_from_before_the_weights_were_written_is_refused(write, recompute: bool, shard: Shard) -> None:
+def test_a_loss_from_before_the_weights_were_written_is_refused(write, recompute, shard):
     model = make_model(recompute=recompute)
     engine = bf16_engine(model, shard=shard)
     train_step(engine)
@@ -499,7 +468,7 @@ def test_a_loss_from_before_the_weights_were_written_is_refused(write, recompute
         train_step(engine, step)
 
 
-def test_a_probe_of_the_loss_scale_writes_nothing_and_takes_no_graph_away() -> None:
+def test_a_probe_of_the_loss_scale_writes_nothing_and_takes_no_graph_away():
     engine = bf16_engine()
     loss = loss_of(engine.module, make_batch(0, 0, 0))
     engine.backward(loss_of(engine.module, make_batch(0, 0, 0)))
@@ -509,14 +478,14 @@ def test_a_probe_of_the_loss_scale_writes_nothing_and_takes_no_graph_away() -> N
 
 
 @pytest.mark.parametrize("shard", get_args(Shard))
-def test_a_parameter_outside_the_module_is_told_by_shape_and_by_what_reads_it(caplog, shard: Shard) -> None:
+def test_a_parameter_outside_the_module_is_told_by_shape_and_by_what_reads_it(caplog, shard):
     model = make_model(tied=False)
     model.blocks[0].requires_grad_(False)
     scale, table = nn.Parameter(torch.ones(3, 1)), nn.Parameter(torch.ones(29, 4))
     leaf = torch.ones((), requires_grad=True)  # e.g. an input whose gradient is wanted
     tokens = make_batch(0, 0, 0)
 
-    def loss() -> Tensor:
+    def loss():
         x = nn.functional.embedding(tokens, table).mean(-1)
         return ((x * scale) * leaf).mean() + loss_of(model, tokens)
 
@@ -535,7 +504,7 @@ def test_a_parameter_outside_the_module_is_told_by_shape_and_by_what_reads_it(ca
         assert message.count("shape") == 2
 
 
-def test_the_modules_own_parameters_are_told_of_nobody(caplog) -> None:
+def test_the_modules_own_parameters_are_told_of_nobody(caplog):
     with caplog.at_level(logging.WARNING, logger="megamix"):
         for recompute in (False, True):
             train_step(bf16_engine(make_model(recompute=recompute)))
@@ -543,17 +512,17 @@ def test_the_modules_own_parameters_are_told_of_nobody(caplog) -> None:
 
 
 @pytest.mark.parametrize("shard", get_args(Shard))
-def test_a_second_thread_in_backward_or_step_is_refused(shard: Shard) -> None:
-    def norms(second: bool) -> list[float]:
+def test_a_second_thread_in_backward_or_step_is_refused(shard):
+    def norms(second):
         model, inside, go = make_model(), threading.Event(), threading.Event()
         engine = bf16_engine(model, shard=shard)
-        loss, found = loss_of(model, make_batch(0, 0, 0)), list[float]()
+        loss, found = loss_of(model, make_batch(0, 0, 0)), []
 
-        def wait(grad: Tensor) -> None:
+        def wait(grad):
             inside.set()
             go.wait(60)
 
-        def train() -> None:
+        def train():
             engine.backward(loss)
             found.append(float(engine.step().grad_norm))
 
@@ -575,7 +544,7 @@ def test_a_second_thread_in_backward_or_step_is_refused(shard: Shard) -> None:
     assert norms(second=True) == norms(second=False)
 
 
-def test_a_hook_that_takes_a_gradient_away_is_named() -> None:
+def test_a_hook_that_takes_a_gradient_away_is_named():
     model = make_model()
     model.blocks[1].up.weight.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", None))
     engine = bf16_engine(model)

@@ -2,32 +2,28 @@
 bit depends on ranks, buckets or chunks; `megamix verify` passes with them, compiled.
 """
 
-from __future__ import annotations
-
 import math
 from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
 
 from megamix import NAG, AdamW, ParamGroup, Precision, Sharding, tuned
 from megamix.mixed_precision.fused_update import gated_update_
 from megamix.mixed_precision.group_scalars import GroupScalars
 from megamix.mixed_precision.half_states import by_chance, needs_chance
 from megamix.mixed_precision.update_slice import StepScalars
-from tests.distributed.models import loss_of, make_batch, make_model
-from tests.engines import make_engine
+from tests.builders import loss_of, make_batch, make_engine, make_model
 
 BF16 = torch.bfloat16
 
 
-def _rounded(moment: Tensor, update: int, seed: int = 0) -> Tensor:
+def _rounded(moment, update, seed=0):
     master = torch.randn(moment.shape, generator=torch.Generator().manual_seed(seed))
     return by_chance(moment, master, torch.tensor(float(update)))
 
 
-def test_the_average_of_what_chance_gives_is_the_moment() -> None:
+def test_the_average_of_what_chance_gives_is_the_moment():
     moment = torch.rand(1000, generator=torch.Generator().manual_seed(1)) * torch.logspace(-20, 3, 1000)
     rounds = 4000
     total = sum((_rounded(moment, update, update).double() for update in range(rounds)), torch.zeros(1000).double())
@@ -38,7 +34,7 @@ def test_the_average_of_what_chance_gives_is_the_moment() -> None:
     assert ((total / rounds - moment.double()).abs() <= 5 * unit / (2 * math.sqrt(rounds))).all()
 
 
-def test_only_the_two_neighbours_are_given_and_what_bf16_has_stays() -> None:
+def test_only_the_two_neighbours_are_given_and_what_bf16_has_stays():
     moment = torch.randn(10_000, generator=torch.Generator().manual_seed(2))
     given = _rounded(moment, 7)
     assert torch.equal(given, given.to(BF16).float())
@@ -50,7 +46,7 @@ def test_only_the_two_neighbours_are_given_and_what_bf16_has_stays() -> None:
     assert torch.equal(_rounded(torch.zeros(64), 3).view(torch.int32), torch.zeros(64, dtype=torch.int32))  # padding
 
 
-def _decayed(beta2: float, steps: int) -> Tensor:
+def _decayed(beta2, steps):
     """Return a second moment that starts at 1, after `steps` updates without a gradient."""
     optimizer = AdamW(lr=0.0, betas=(0.9, beta2), state_dtype=BF16)
     master = torch.randn(4096, generator=torch.Generator().manual_seed(3))
@@ -63,7 +59,7 @@ def _decayed(beta2: float, steps: int) -> Tensor:
     return states["exp_avg_sq"].double()
 
 
-def test_a_second_moment_decays_as_beta2_says() -> None:
+def test_a_second_moment_decays_as_beta2_says():
     steps = 1000
     # Each update changes an element by at most a coin's unit, 2^-7 of it: a random walk of `steps` steps, over 4096
     # elements.
@@ -74,7 +70,7 @@ def test_a_second_moment_decays_as_beta2_says() -> None:
     assert [needs_chance(beta) for beta in (0.9, 0.95, 0.98, 0.99, 0.999)] == [False, False, False, True, True]
 
 
-def _trained(optimizer, sharding: dict[str, object]) -> dict[tuple[str, str], tuple[int, Tensor]]:
+def _trained(optimizer, sharding):
     model = make_model(tied=False)
     engine = make_engine(model, optimizer, Precision(BF16), Sharding([*model.blocks], **sharding))
     for step in range(4):
@@ -94,19 +90,19 @@ OPTIMIZERS = {
 }
 
 
-def _joined(ranks: list[dict[tuple[str, str, int], Tensor]]) -> dict[tuple[str, str], Tensor]:
-    parts: dict[tuple[str, str], dict[int, Tensor]] = {}
+def _joined(ranks):
+    parts = {}
     for rank in ranks:
         for (name, state, start), values in rank.items():
             parts.setdefault((name, state), {})[start] = values
     return {key: torch.cat([found[start] for start in sorted(found)]) for key, found in parts.items()}
 
 
-def _all_trained(sharding: dict[str, object]) -> list[dict[tuple[str, str, int], Tensor]]:
+def _all_trained(sharding):
     return [_trained(optimizer, sharding) for optimizer in OPTIMIZERS.values()]
 
 
-def test_no_bit_depends_on_ranks_buckets_or_pieces(run_ranks) -> None:
+def test_no_bit_depends_on_ranks_buckets_or_pieces(run_ranks):
     want = [_joined([one]) for one in _all_trained({})]
     assert {tensor.dtype for (_, state), tensor in want[0].items() if state != "master"} == {BF16}
     with mock.patch.multiple(tuned, UPDATE_CHUNK=128, EQUATION_CHUNK=64):
@@ -123,7 +119,7 @@ def test_no_bit_depends_on_ranks_buckets_or_pieces(run_ranks) -> None:
             assert wrong == [], f"{name}, {optimizer}"
 
 
-def test_wrong_dtypes_are_refused() -> None:
+def test_wrong_dtypes_are_refused():
     with pytest.raises(
         ValueError, match=r"state_dtype of AdamW must be torch\.float32 or torch\.bfloat16, got torch\.float16"
     ):
@@ -132,7 +128,7 @@ def test_wrong_dtypes_are_refused() -> None:
         NAG(lr=0.1, momentum=0.99, state_dtype=BF16)
 
 
-def test_any_beta_of_a_group_or_of_a_schedule_decides_by_what_its_moment_is_rounded() -> None:
+def test_any_beta_of_a_group_or_of_a_schedule_decides_by_what_its_moment_is_rounded():
     group = ParamGroup(pattern="table", betas=(0.9, 0.999))
     assert AdamW(lr=0.1, state_dtype=BF16).chances == (False, False)
     assert AdamW(lr=0.1, groups=(group,), state_dtype=BF16).chances == (False, True)

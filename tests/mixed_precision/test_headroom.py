@@ -2,24 +2,20 @@
 ranks choose one scale.
 """
 
-from __future__ import annotations
-
 import math
 import random
 
 import pytest
 import torch
-from torch import nn
 
-from megamix import DynamicLossScale, HeadroomLossScale, Precision, ShardedEngine, Sharding
+from megamix import DynamicLossScale, HeadroomLossScale, Precision, Sharding
 from megamix.mixed_precision.headroom import FP16_MAX
-from tests.distributed.models import loss_of, make_batch
-from tests.engines import make_engine
+from tests.builders import loss_of, make_batch, make_engine
 
 NAN = float("nan")
 
 
-def _step_(scale: HeadroomLossScale, peak: float) -> float:
+def _step_(scale, peak):
     """Take one step whose largest gradient, without the scale, is `peak` (NaN: a batch that no scale cures); return the
     new scale.
     """
@@ -29,7 +25,7 @@ def _step_(scale: HeadroomLossScale, peak: float) -> float:
     return float(scale.loss_scale)
 
 
-def _after(scale: HeadroomLossScale, peaks: list[float]) -> list[float]:
+def _after(scale, peaks):
     return [_step_(scale, peak) for peak in peaks]
 
 
@@ -56,23 +52,23 @@ STORIES = [
 
 
 @pytest.mark.parametrize(("peaks", "want"), STORIES)
-def test_the_scale_follows_the_table(peaks: list[float], want: list[int]) -> None:
+def test_the_scale_follows_the_table(peaks, want):
     scale = HeadroomLossScale(window=3, max_scale=2.0**20)
     assert [math.log2(value) for value in _after(scale, [peak * ONE for peak in peaks])] == want
 
 
 @pytest.mark.parametrize("margin", [2.0, 4.0, 16.0])
-def test_the_margin_is_kept_over_the_window_and_never_doubled(margin: float) -> None:
+def test_the_margin_is_kept_over_the_window_and_never_doubled(margin):
     rng = random.Random(0)
     scale = HeadroomLossScale(2.0**-60, margin=margin, window=5, min_scale=2.0**-60, max_scale=2.0**60)
-    peaks: list[float] = []
+    peaks = []
     for _ in range(300):
         peaks.append(2.0 ** rng.uniform(-40, math.log2(FP16_MAX / float(scale.loss_scale))))  # no overflow
         room = FP16_MAX / _step_(scale, peaks[-1]) / max(peaks[-5:])
         assert margin <= room < 2 * margin
 
 
-def test_a_scale_that_was_set_by_hand_does_not_distort_what_was_measured() -> None:
+def test_a_scale_that_was_set_by_hand_does_not_distort_what_was_measured():
     scale = HeadroomLossScale()
     scale.loss_scale.fill_(2.0**30)  # after backward: the gradient carries the 2**4 that backward used
     scale.update_(torch.tensor(False), torch.tensor(ONE * 2**4, dtype=torch.float64), torch.tensor(2.0**4))
@@ -83,7 +79,7 @@ def test_a_scale_that_was_set_by_hand_does_not_distort_what_was_measured() -> No
 
 
 @pytest.mark.parametrize("cut", range(1, 9))
-def test_a_restored_scale_goes_on_as_if_never_stopped(cut: int) -> None:
+def test_a_restored_scale_goes_on_as_if_never_stopped(cut):
     peaks = [ONE * factor for factor in (1, 3, 9, 0.1, NAN, 0.1, 0.1, 0.1, 1, 0.2)]
     whole = _after(HeadroomLossScale(window=4), peaks)
     first, second = HeadroomLossScale(window=4), HeadroomLossScale(window=4)
@@ -103,23 +99,23 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("settings", "message"), WRONG)
-def test_a_wrong_setting_is_named(settings: dict[str, float], message: str) -> None:
+def test_a_wrong_setting_is_named(settings, message):
     with pytest.raises(ValueError, match=message):
         HeadroomLossScale(**settings)
 
 
-def _engine(scale: DynamicLossScale | HeadroomLossScale, model: nn.Module | None = None, **settings) -> ShardedEngine:
+def _engine(scale, model=None, **settings):
     precision = Precision(torch.float16, loss_scale=scale)
     return make_engine(model, None, precision, Sharding(bucket_size=1500), **settings)
 
 
-def _backward(engine: ShardedEngine, step: int, times: float = 1.0) -> None:
+def _backward(engine, step, times=1.0):
     for micro_batch in range(engine.grad_accum_steps):
         batch = make_batch(step, engine.topology.dp.rank, micro_batch)
         engine.backward(loss_of(engine.module, batch) * times)
 
 
-def _probed_against_not_probed() -> tuple[float, float, list[float], bool]:
+def _probed_against_not_probed():
     """Return (margin of the first step, difference of norms, scales, masters equal) for two engines, of which only one
     begins with a probe. That engine's first step takes the same batch.
     """
@@ -141,7 +137,7 @@ def _probed_against_not_probed() -> tuple[float, float, list[float], bool]:
     return room, difference, scales, equal and int(probed.applied_updates) == 4
 
 
-def test_a_probe_finds_the_first_scale_and_changes_nothing_else() -> None:
+def test_a_probe_finds_the_first_scale_and_changes_nothing_else():
     room, difference, scales, equal = _probed_against_not_probed()
     # The probe at scale 1 sees the largest gradient to FP16's own precision, hence the allowance of 1 %.
     assert 4 * 0.99 < room < 8 * 1.01
@@ -149,13 +145,13 @@ def test_a_probe_finds_the_first_scale_and_changes_nothing_else() -> None:
     assert min(scales) > 2.0**10
 
 
-def test_all_ranks_choose_one_scale(run_ranks) -> None:
+def test_all_ranks_choose_one_scale(run_ranks):
     first, second = run_ranks(_probed_against_not_probed, 2)
     assert first == second
     assert first[3]
 
 
-def test_a_probe_that_overflows_halves_the_scale() -> None:
+def test_a_probe_that_overflows_halves_the_scale():
     engine = _engine(HeadroomLossScale(2.0**10))
     _backward(engine, 0, times=1e6)
     engine.probe_loss_scale()
@@ -163,7 +159,7 @@ def test_a_probe_that_overflows_halves_the_scale() -> None:
     assert (int(engine.applied_updates), int(engine.skipped_steps)) == (0, 0)
 
 
-def test_a_step_is_measured_by_the_scale_that_its_backward_used() -> None:
+def test_a_step_is_measured_by_the_scale_that_its_backward_used():
     scales = []
     for factor in (1.0, 2.0**9):
         engine = _engine(HeadroomLossScale())
@@ -174,7 +170,7 @@ def test_a_step_is_measured_by_the_scale_that_its_backward_used() -> None:
     assert scales[0] == scales[1]
 
 
-def test_a_search_may_begin_with_probes_too() -> None:
+def test_a_search_may_begin_with_probes_too():
     engine = _engine(DynamicLossScale(2.0**30))
     assert not engine.loss_scale.wants_probe
     for _ in range(20):
@@ -184,7 +180,7 @@ def test_a_search_may_begin_with_probes_too() -> None:
     assert not engine.step().found_inf
 
 
-def test_a_probe_needs_the_step_s_micro_batches() -> None:
+def test_a_probe_needs_the_step_s_micro_batches():
     engine = _engine(HeadroomLossScale(), grad_accum_steps=2)
     engine.backward(loss_of(engine.module, make_batch(0, 0, 0)))
     with pytest.raises(RuntimeError, match=r"probe_loss_scale\(\) needs 2 backward\(\) calls .* got 1"):

@@ -2,8 +2,6 @@
 step advances neither learning rate nor bias correction.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
@@ -11,7 +9,7 @@ from torch import nn
 from megamix import AdamW, DynamicLossScale, Precision, ShardedEngine, StaticLossScale, TorchLossScale
 
 
-def _after(scale: DynamicLossScale, events: str) -> list[float]:
+def _after(scale, events):
     """Return the scale after each event: x is an overflow, . a clean step."""
     scales = []
     for event in events:
@@ -41,13 +39,13 @@ STORIES = [
 
 
 @pytest.mark.parametrize(("hysteresis", "events", "want"), STORIES)
-def test_the_scale_follows_the_table(hysteresis: int, events: str, want: list[float]) -> None:
+def test_the_scale_follows_the_table(hysteresis, events, want):
     scale = DynamicLossScale(8.0, growth_interval=3, hysteresis=hysteresis, min_scale=2.0, max_scale=64.0)
     assert _after(scale, events) == want
 
 
 @pytest.mark.parametrize("cut", range(8))
-def test_a_restored_scale_goes_on_as_if_never_stopped(cut: int) -> None:
+def test_a_restored_scale_goes_on_as_if_never_stopped(cut):
     events = ".x..xx....x."
     settings = {"growth_interval": 3, "hysteresis": 2}
     whole = _after(DynamicLossScale(8.0, **settings), events)
@@ -57,7 +55,7 @@ def test_a_restored_scale_goes_on_as_if_never_stopped(cut: int) -> None:
     assert before + _after(second, events[cut:]) == whole
 
 
-def test_a_static_scale_never_moves() -> None:
+def test_a_static_scale_never_moves():
     scale = StaticLossScale(128.0)
     scale.update_(torch.tensor(True), torch.tensor(1.0), scale.loss_scale)
     restored = StaticLossScale(2.0)
@@ -81,19 +79,19 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("settings", "message"), WRONG)
-def test_a_wrong_setting_is_named(settings: dict[str, float], message: str) -> None:
+def test_a_wrong_setting_is_named(settings, message):
     with pytest.raises(ValueError, match=message):
         DynamicLossScale(**settings)
 
 
-def _linear_engine(scale: StaticLossScale, lr: float | list[float] = 1.0) -> tuple[ShardedEngine, nn.Linear]:
+def _linear_engine(scale, lr=1.0):
     model = nn.Linear(1, 1, bias=False)
     nn.init.constant_(model.weight, 4.0)
     optimizer = AdamW(lr=lr, weight_decay=0.0, eps=1e-30)
     return ShardedEngine(model, optimizer, Precision(torch.float16, loss_scale=scale), compile_update=False), model
 
 
-def test_a_growing_step_is_unscaled_with_the_scale_that_backward_used() -> None:
+def test_a_growing_step_is_unscaled_with_the_scale_that_backward_used():
     engine, model = _linear_engine(DynamicLossScale(8.0, growth_interval=2))
     norms, scales = [], []
     for _ in range(5):
@@ -108,14 +106,14 @@ def test_a_growing_step_is_unscaled_with_the_scale_that_backward_used() -> None:
     assert exp_avg == pytest.approx(3 * (1 - 0.9**5), rel=1e-6)
 
 
-def test_a_scale_changed_between_backward_and_step_does_not_reach_this_step() -> None:
+def test_a_scale_changed_between_backward_and_step_does_not_reach_this_step():
     engine, model = _linear_engine(DynamicLossScale(8.0))
     engine.backward(3.0 * model(torch.ones(1, 1, dtype=torch.float16)))
     engine.loss_scale.loss_scale.mul_(2)
     assert float(engine.step().grad_norm) == 3.0
 
 
-def test_a_rule_without_a_floor_does_not_turn_weights_into_nan() -> None:
+def test_a_rule_without_a_floor_does_not_turn_weights_into_nan():
     engine, model = _linear_engine(TorchLossScale())
     engine.loss_scale.loss_scale.zero_()  # torch's rule ends there after enough overflows
     engine.backward(3.0 * model(torch.ones(1, 1, dtype=torch.float16)))
@@ -124,8 +122,8 @@ def test_a_rule_without_a_floor_does_not_turn_weights_into_nan() -> None:
     assert float(engine.buckets[0].master[0]) == 4.0
 
 
-def test_a_skipped_step_advances_neither_lr_nor_bias_correction() -> None:
-    def run(events: str) -> tuple[list[float], torch.Tensor, int, int]:
+def test_a_skipped_step_advances_neither_lr_nor_bias_correction():
+    def run(events):
         engine, model = _linear_engine(StaticLossScale(8.0), lr=[0.5, 0.25, 0.125])
         lrs = []
         for event in events:

@@ -3,11 +3,8 @@
 x is a step that overflowed, . a clean one.
 """
 
-from __future__ import annotations
-
 import inspect
 import random
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +12,7 @@ import torch
 from megamix import DeepSpeedLossScale, DynamicLossScale, MegatronLossScale, TorchLossScale
 
 
-def _after(scale: DynamicLossScale, events: str) -> list[float]:
+def _after(scale, events):
     """Return the scale after each event."""
     scales = []
     for event in events:
@@ -24,7 +21,7 @@ def _after(scale: DynamicLossScale, events: str) -> list[float]:
     return scales
 
 
-def _random_run(rng: random.Random, events: int) -> tuple[dict[str, Any], str]:
+def _random_run(rng, events):
     """Return a GradScaler's settings and random events: mostly clean steps, a mixture, or an overflow in each step."""
     settings = {
         "init_scale": 2.0 ** rng.randint(-126, 126),
@@ -36,7 +33,7 @@ def _random_run(rng: random.Random, events: int) -> tuple[dict[str, Any], str]:
     return settings, "".join("x" if rng.random() < share else "." for _ in range(events))
 
 
-def _torch_after(settings: dict[str, Any], events: str) -> list[float]:
+def _torch_after(settings, events):
     scale, growth_tracker = torch.tensor([settings["init_scale"]]), torch.zeros(1, dtype=torch.int32)
     factors = (settings["growth_factor"], settings["backoff_factor"], settings["growth_interval"])
     scales = []
@@ -46,9 +43,9 @@ def _torch_after(settings: dict[str, Any], events: str) -> list[float]:
     return scales
 
 
-def test_torch_s_rule_is_torch_s_own_over_10_000_random_events() -> None:
+def test_torch_s_rule_is_torch_s_own_over_10_000_random_events():
     rng = random.Random(0)
-    seen: set[float] = set()
+    seen = set()
     for _ in range(50):
         settings, events = _random_run(rng, 200)
         want = _torch_after(settings, events)
@@ -57,7 +54,7 @@ def test_torch_s_rule_is_torch_s_own_over_10_000_random_events() -> None:
     assert {0.0, 2.0**-149, 2.0**127} <= seen  # the ends of FP32: decay to nothing, and growth refused at inf
 
 
-def test_torch_s_defaults_are_the_grad_scaler_s() -> None:
+def test_torch_s_defaults_are_the_grad_scaler_s():
     theirs = inspect.signature(torch.amp.GradScaler.__init__).parameters
     ours = inspect.signature(TorchLossScale.__init__).parameters
     for name in ("init_scale", "growth_factor", "backoff_factor", "growth_interval"):
@@ -69,7 +66,7 @@ def test_torch_s_defaults_are_the_grad_scaler_s() -> None:
 # - found_inf: _growth_tracker = 0, _hysteresis_tracker -= 1; at <= 0: scale = max(scale * backoff_factor, min_scale);
 # - otherwise: _growth_tracker += 1; at == growth_interval: _growth_tracker = 0, _hysteresis_tracker = hysteresis,
 #   scale *= growth_factor.
-MEGATRON: list[tuple[dict[str, Any], str, list[float], str]] = [
+MEGATRON = [
     ({}, "x", [8], "the first overflow only takes from the tracker"),
     ({}, "xxx", [8, 4, 2], "the second backs off (tracker 0), and so does the third (tracker -1)"),
     ({}, "x.x", [8, 8, 4], "a clean step does not refill the tracker"),
@@ -90,7 +87,7 @@ MEGATRON: list[tuple[dict[str, Any], str, list[float], str]] = [
 # - otherwise: with consecutive_hysteresis, cur_hysteresis = delayed_shift; stable_interval = cur_iter -
 #   last_overflow_iter - 1; if positive and a multiple of scale_window: cur_hysteresis = delayed_shift, scale *= 2;
 # - cur_iter starts at 0 and last_overflow_iter at -1.
-DEEPSPEED: list[tuple[dict[str, Any], str, list[float], str]] = [
+DEEPSPEED = [
     ({}, "x", [8], "the first overflow only takes from cur_hysteresis"),
     ({}, "xxx", [8, 4, 2], "at cur_hysteresis 1 each overflow backs off"),
     ({}, "x.x", [8, 8, 4], "a clean step does not refill it"),
@@ -112,18 +109,18 @@ DEEPSPEED: list[tuple[dict[str, Any], str, list[float], str]] = [
 
 
 @pytest.mark.parametrize(("settings", "events", "want", "rule"), MEGATRON)
-def test_megatron_s_rule(settings: dict[str, Any], events: str, want: list[float], rule: str) -> None:
+def test_megatron_s_rule(settings, events, want, rule):
     scale = MegatronLossScale(**({"init_scale": 8.0, "growth_interval": 3, "min_scale": 2.0} | settings))
     assert _after(scale, events) == want, rule
 
 
 @pytest.mark.parametrize(("settings", "events", "want", "rule"), DEEPSPEED)
-def test_deepspeed_s_rule(settings: dict[str, Any], events: str, want: list[float], rule: str) -> None:
+def test_deepspeed_s_rule(settings, events, want, rule):
     scale = DeepSpeedLossScale(**({"init_scale": 8.0, "growth_interval": 3, "min_scale": 2.0} | settings))
     assert _after(scale, events) == want, rule
 
 
-def test_deepspeed_s_growth_falls_on_multiples_of_the_window_since_the_last_overflow() -> None:
+def test_deepspeed_s_growth_falls_on_multiples_of_the_window_since_the_last_overflow():
     rng = random.Random(1)
     events = "".join("x" if rng.random() < 0.2 else "." for _ in range(500))
     scales = [2.0**60, *_after(DeepSpeedLossScale(2.0**60, growth_interval=3), events)]
@@ -141,7 +138,7 @@ def test_deepspeed_s_growth_falls_on_multiples_of_the_window_since_the_last_over
     ("scale", "init_scale", "growth_interval", "hysteresis", "min_scale"),
     [(MegatronLossScale(), 2.0**32, 1000, 2, 1.0), (DeepSpeedLossScale(), 2.0**16, 1000, 2, 1.0)],
 )
-def test_defaults_are_the_source_s(scale, init_scale, growth_interval, hysteresis, min_scale) -> None:
+def test_defaults_are_the_source_s(scale, init_scale, growth_interval, hysteresis, min_scale):
     assert float(scale.loss_scale) == init_scale
     assert (scale.growth_interval, scale.hysteresis, scale.min_scale) == (growth_interval, hysteresis, min_scale)
     assert (scale.growth_factor, scale.backoff_factor) == (2.0, 0.5)
@@ -149,13 +146,13 @@ def test_defaults_are_the_source_s(scale, init_scale, growth_interval, hysteresi
 
 
 @pytest.mark.parametrize("rule", [TorchLossScale, MegatronLossScale, DeepSpeedLossScale])
-def test_no_rule_grows_to_inf(rule: type[DynamicLossScale]) -> None:
+def test_no_rule_grows_to_inf(rule):
     assert _after(rule(2.0**126, growth_interval=1), "......")[-1] == 2.0**127
 
 
 @pytest.mark.parametrize("rule", [TorchLossScale, MegatronLossScale, DeepSpeedLossScale])
 @pytest.mark.parametrize("cut", [1, 4, 7, 10])
-def test_a_restored_rule_goes_on_as_if_never_stopped(rule: type[DynamicLossScale], cut: int) -> None:
+def test_a_restored_rule_goes_on_as_if_never_stopped(rule, cut):
     events = ".x..xx....x...x."
     whole = _after(rule(8.0, growth_interval=3), events)
     first, second = rule(8.0, growth_interval=3), rule(64.0, growth_interval=3)
@@ -165,7 +162,7 @@ def test_a_restored_rule_goes_on_as_if_never_stopped(rule: type[DynamicLossScale
 
 
 @pytest.mark.parametrize("rule", [TorchLossScale, MegatronLossScale, DeepSpeedLossScale, DynamicLossScale])
-def test_a_rule_that_goes_on_with_a_shorter_interval_grows_at_once(rule: type[DynamicLossScale]) -> None:
+def test_a_rule_that_goes_on_with_a_shorter_interval_grows_at_once(rule):
     first, second = rule(8.0, growth_interval=9), rule(8.0, growth_interval=3)
     _after(first, "......")
     second.load_state_dict(first.state_dict())
@@ -173,7 +170,7 @@ def test_a_rule_that_goes_on_with_a_shorter_interval_grows_at_once(rule: type[Dy
 
 
 @pytest.mark.parametrize("rule", [MegatronLossScale, DeepSpeedLossScale, DynamicLossScale])
-def test_a_rule_that_goes_on_with_less_hysteresis_is_no_more_patient(rule: type[DynamicLossScale]) -> None:
+def test_a_rule_that_goes_on_with_less_hysteresis_is_no_more_patient(rule):
     first, second = rule(8.0, growth_interval=2, hysteresis=5), rule(8.0, growth_interval=2, hysteresis=1)
     _after(first, "......")
     second.load_state_dict(first.state_dict())

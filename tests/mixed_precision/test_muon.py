@@ -2,8 +2,6 @@
 and name decide which parameters are matrices; settings of a wrong kind are refused.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import re
@@ -11,7 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import _muon
 
 from megamix import NAG, AdamW, Muon, Optimizer, ParamGroup, Precision, ShardedEngine
@@ -23,11 +21,11 @@ U32 = 2.0**-24
 STEPS = 6
 
 
-def _matrix(rows: int, columns: int, seed: int) -> Tensor:
+def _matrix(rows, columns, seed):
     return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
 
 
-def _torch_muon(rows: int, columns: int, lr: float) -> tuple[Tensor, Tensor]:
+def _torch_muon(rows, columns, lr):
     """Return the weight and momentum of torch.optim.Muon after the given gradients."""
     weight = nn.Parameter(_matrix(rows, columns, 0))
     optimizer = torch.optim.Muon([weight], lr=lr, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
@@ -37,7 +35,7 @@ def _torch_muon(rows: int, columns: int, lr: float) -> tuple[Tensor, Tensor]:
     return weight.detach(), optimizer.state[weight]["momentum_buffer"]
 
 
-def _engine(rows: int, columns: int, optimizer: Muon) -> ShardedEngine:
+def _engine(rows, columns, optimizer):
     """Return an engine after the same gradients: the loss is linear in the weight, so that its gradients are given."""
     model = nn.Linear(columns, rows, bias=False)
     model.weight.data = _matrix(rows, columns, 0)
@@ -49,7 +47,7 @@ def _engine(rows: int, columns: int, optimizer: Muon) -> ShardedEngine:
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(24, 40), (40, 24), (32, 32)])
-def test_it_is_torch_s_but_for_roundings(rows: int, columns: int) -> None:
+def test_it_is_torch_s_but_for_roundings(rows, columns):
     """Compare one iteration in FP32.
 
     Both decays round the weight up to 2 times, both steps the direction up to 3 times and the weight once. So each step
@@ -67,7 +65,7 @@ def test_it_is_torch_s_but_for_roundings(rows: int, columns: int) -> None:
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(24, 40), (40, 24)])
-def test_what_torch_s_own_iteration_differs_by_is_the_norm_in_bf16(rows: int, columns: int) -> None:
+def test_what_torch_s_own_iteration_differs_by_is_the_norm_in_bf16(rows, columns):
     """Show that the norm in BF16 is the whole difference. torch divides the BF16 matrix by a norm rounded to BF16; the
     engine's norm is FP32. After that the bits are the same.
     """
@@ -82,7 +80,7 @@ def test_what_torch_s_own_iteration_differs_by_is_the_norm_in_bf16(rows: int, co
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(24, 40), (40, 24)])
-def test_the_iteration_is_its_polynomial_of_the_singular_values(rows: int, columns: int) -> None:
+def test_the_iteration_is_its_polynomial_of_the_singular_values(rows, columns):
     """Compare in FP64 with the singular values themselves.
 
     Each of an iteration's three products of n numbers rounds by about sqrt(n) u of results of at most some units, 3
@@ -103,7 +101,7 @@ def test_the_iteration_is_its_polynomial_of_the_singular_values(rows: int, colum
     assert ((in_bf16 > 0.5) & (in_bf16 < 1.4)).all()
 
 
-def test_zeros_stay_zeros_and_nan_is_everywhere() -> None:
+def test_zeros_stay_zeros_and_nan_is_everywhere():
     own = Muon(lr=0.02)
     assert not orthogonalised(torch.zeros(8, 16, dtype=torch.bfloat16), own).any()
     spoilt = _matrix(8, 16, 2).bfloat16()
@@ -111,7 +109,7 @@ def test_zeros_stay_zeros_and_nan_is_everywhere() -> None:
     assert orthogonalised(spoilt, own).isnan().all()
 
 
-def test_batched_matrices_have_nearly_the_directions_of_single_ones() -> None:
+def test_batched_matrices_have_nearly_the_directions_of_single_ones():
     """Allow other roundings of BF16 alone; directions have elements of about 0.15."""
     own = Muon(lr=0.02)
     matrices = torch.stack([_matrix(24, 40, seed) for seed in range(3)]).bfloat16()
@@ -142,7 +140,7 @@ MATRICES = [
 
 
 @pytest.mark.parametrize(("name", "shape", "rows"), MATRICES)
-def test_shape_and_name_say_what_a_matrix_is(name: str, shape: tuple[int, ...], rows: tuple[int, ...]) -> None:
+def test_shape_and_name_say_what_a_matrix_is(name, shape, rows):
     patterns = {"matrix": ["head.special"], "adamw": ["*.router.*"], "fused": {"*.qkv.weight": (24, 8, 8)}}
     own = Muon(lr=0.02, adamw_lr_factor=0.5, groups=(ParamGroup(pattern="blocks.*", lr_factor=3.0),), **patterns)
     assert own.matrices(name, shape) == rows
@@ -163,10 +161,7 @@ def test_shape_and_name_say_what_a_matrix_is(name: str, shape: tuple[int, ...], 
         ({"row_beta2": 1.0}, "row_beta2 of Muon must be less than 1"),
         ({"ns_steps": 0}, "ns_steps of Muon must be at least 1, got 0; leave it out for 5"),
         ({"ns_dtype": torch.float16}, r"ns_dtype of Muon must be torch\.float32 or torch\.bfloat16"),
-        (
-            {"adjust_lr": "none"},
-            "adjust_lr of Muon must be 'match_rms_adamw' or 'original' or 'spectral_norm'",
-        ),
+        ({"adjust_lr": "none"}, "adjust_lr of Muon must be 'match_rms_adamw' or 'original' or 'spectral_norm'"),
         ({"adamw_lr_factor": -1.0}, "adamw_lr_factor of Muon must be at least 0"),
         ({"ns_coefficients": 3.0}, "must be 3 numbers, got 3.0"),
         ({"ns_coefficients": ("3", 2.0, 1.0)}, "must be 3 numbers"),
@@ -174,7 +169,7 @@ def test_shape_and_name_say_what_a_matrix_is(name: str, shape: tuple[int, ...], 
         ({"betas": ("0.9", 0.95)}, "betas of Muon must be 2 numbers"),
     ],
 )
-def test_wrong_settings_are_named(setting: dict[str, object], named: str) -> None:
+def test_wrong_settings_are_named(setting, named):
     with pytest.raises(ValueError, match=named):
         Muon(lr=0.02, **setting)
 
@@ -182,7 +177,7 @@ def test_wrong_settings_are_named(setting: dict[str, object], named: str) -> Non
 class _Odd(nn.Module):
     """Parameters whose names say nothing, or the wrong thing; `tied` is a map that shares a table's weight."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.parts = nn.Sequential(
             nn.Embedding(16, 8), nn.EmbeddingBag(16, 8), nn.Conv1d(8, 8, 3), nn.LayerNorm((4, 8))
@@ -196,13 +191,13 @@ class _Odd(nn.Module):
         self.layers = nn.ModuleList(nn.MultiheadAttention(8, 2) for _ in range(2))
 
 
-def _matrices_of(model: nn.Module, **settings: object) -> list[str]:
+def _matrices_of(model, **settings):
     engine = ShardedEngine(model, Muon(lr=0.02, **settings), Precision(torch.float32), compile_update=False)
     slots = (slot for bucket in engine.buckets for slot in bucket.plan.slots)
     return sorted(slot.spec.name for slot in slots if slot.spec.matrices)
 
 
-def test_modules_types_say_what_no_matrix_is(caplog) -> None:
+def test_modules_types_say_what_no_matrix_is(caplog):
     """Find no matrices in embeddings, convolutions and norms, whatever they are called; log other parameters that only
     look like matrices.
     """
@@ -217,7 +212,7 @@ def test_modules_types_say_what_no_matrix_is(caplog) -> None:
     assert "fused={'layers.*.in_proj_weight': (rows, rows, rows)}" in caplog.text
 
 
-def test_patterns_of_the_user_come_before_types(caplog) -> None:
+def test_patterns_of_the_user_come_before_types(caplog):
     settings = {"matrix": ["parts.0.*", "experts"], "adamw": ["*.in_proj_weight"], "tables": ["plain.*"]}
     out = [f"layers.{layer}.out_proj.weight" for layer in (0, 1)]
     assert _matrices_of(_Odd(), **settings) == ["experts", *out, "parts.0.weight"]
@@ -225,12 +220,12 @@ def test_patterns_of_the_user_come_before_types(caplog) -> None:
 
 
 class _Stacked(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.qkv, self.query_key_value, self.up = (nn.Linear(8, 24) for _ in range(3))
 
 
-def test_patterns_without_a_parameter_and_fused_ones_without_rows_are_warned_of(caplog) -> None:
+def test_patterns_without_a_parameter_and_fused_ones_without_rows_are_warned_of(caplog):
     """Warn of no others: biases beside fused matrices are no matrices."""
     _matrices_of(_Stacked(), adamw=["*.rooter.*"], fused={"qkv.weight": (8, 8, 8)})
     assert [record.getMessage().partition(".")[0] for record in caplog.records] == [
@@ -238,7 +233,7 @@ def test_patterns_without_a_parameter_and_fused_ones_without_rows_are_warned_of(
     ]  # fmt: skip
 
 
-def test_tables_of_the_user_that_match_nothing_are_named(caplog) -> None:
+def test_tables_of_the_user_that_match_nothing_are_named(caplog):
     """Name neither the usual names, which no model has all of, nor the names that for_model adds."""
     _matrices_of(_Odd())
     caplog.clear()
@@ -270,14 +265,14 @@ NUMBERS = "must be a number, or a sequence with one for each update"
         (Muon, {"fused": {"*.qkv.weight": (8.0, 8, 8)}}, "got {'*.qkv.weight': (8.0, 8, 8)}; write fused={"),
     ],
 )  # fmt: skip
-def test_settings_of_another_kind_are_told_with_what_to_write(make, setting, said: str) -> None:
+def test_settings_of_another_kind_are_told_with_what_to_write(make, setting, said):
     """Refuse wrong kinds: otherwise "no" would count as true, and a quoted number would fail in the first step."""
     with pytest.raises(TypeError, match=re.escape(said)):
         make(lr=0.02, **setting)
 
 
 @pytest.mark.parametrize("declared", [float, "float"])
-def test_settings_of_an_optimizer_of_one_s_own_are_looked_at_too(declared: object) -> None:
+def test_settings_of_an_optimizer_of_one_s_own_are_looked_at_too(declared):
     kinds = {"size": declared, "other": float | None, "pair": tuple[float, float]}
     settings = [(key, kind, None) for key, kind in kinds.items()]
     own = dataclasses.make_dataclass("Own", settings, bases=(_NoMuon,), frozen=True, kw_only=True)
@@ -287,25 +282,25 @@ def test_settings_of_an_optimizer_of_one_s_own_are_looked_at_too(declared: objec
 
 
 @pytest.mark.parametrize("key", ["tables", "matrix", "adamw"])
-def test_a_pattern_alone_is_not_taken_for_its_letters(key: str) -> None:
+def test_a_pattern_alone_is_not_taken_for_its_letters(key):
     with pytest.raises(TypeError, match=rf"got '\*.router.\*'; write {key}=\['\*.router.weight'\]"):
         Muon(lr=0.02, **{key: "*.router.*"})
 
 
 class _NoMuon(Optimizer):
-    def states(self, name: str, shape: tuple[int, ...]) -> dict[str, torch.dtype]:
+    def states(self, name, shape):
         return {}
 
-    def matrices(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    def matrices(self, name, shape):
         return shape[:1]
 
 
-def test_matrices_that_nothing_would_move_are_refused() -> None:
+def test_matrices_that_nothing_would_move_are_refused():
     with pytest.raises(TypeError, match="_NoMuon has matrices, but only Muon updates matrices"):
         ShardedEngine(nn.Linear(4, 4, bias=False), _NoMuon(lr=0.1), compile_update=False)
 
 
-def test_a_number_for_a_parameter_is_no_matrix() -> None:
+def test_a_number_for_a_parameter_is_no_matrix():
     model = nn.Linear(4, 4)
     model.scale = nn.Parameter(torch.tensor(1.0))
     engine = ShardedEngine(model, Muon(lr=0.1), Precision(torch.float32), compile_update=False)
@@ -314,12 +309,12 @@ def test_a_number_for_a_parameter_is_no_matrix() -> None:
     assert float(model.scale.detach()) != 1.0
 
 
-def test_rows_that_do_not_add_up_are_named() -> None:
+def test_rows_that_do_not_add_up_are_named():
     with pytest.raises(ValueError, match=r"whose sum must be the 40 rows of blocks.0.qkv.weight"):
         Muon(lr=0.02, fused={"*.qkv.weight": (24, 8)}).matrices("blocks.0.qkv.weight", (40, 24))
 
 
-def test_ranks_whose_blocks_hold_whole_matrices_know_of_those_that_are_cut() -> None:
+def test_ranks_whose_blocks_hold_whole_matrices_know_of_those_that_are_cut():
     """Divide queries into two blocks, and keep keys and values in one. The ranks with keys and values have whole
     matrices, and must still take part.
     """
@@ -331,7 +326,7 @@ def test_ranks_whose_blocks_hold_whole_matrices_know_of_those_that_are_cut() -> 
 
 
 @pytest.mark.parametrize("num_shards", [1, 2, 3, 16, 64])
-def test_pieces_tile_every_matrix_and_have_a_home(num_shards: int) -> None:
+def test_pieces_tile_every_matrix_and_have_a_home(num_shards):
     """Check 72 rows on 16 ranks, too, and matrices of a fused parameter that end within a row of 64 elements."""
     rows = {"a": (72,), "b": (5, 7, 13), "c": (3, 3, 3, 3)}
     shapes = {"a": (72, 20), "b": (25, 7), "c": (4, 3, 30)}
@@ -354,7 +349,7 @@ def test_pieces_tile_every_matrix_and_have_a_home(num_shards: int) -> None:
         assert {*homes} <= {*range(num_shards)}
 
 
-def test_homes_share_the_work() -> None:
+def test_homes_share_the_work():
     """Give one rank the most of each matrix: the others still take their share of the work."""
     homes = choose_homes([100] * 8, [[60, 20, 10, 10]] * 8, 4)
     assert [homes.count(rank) for rank in range(4)] == [2, 2, 2, 2]
@@ -370,7 +365,7 @@ class _Still(Muon):
         return (master, states) if "exp_avg" in states else super().equation(grad, master, states, at)
 
 
-def test_an_equation_of_ones_own_counts_where_nothing_compiles_too() -> None:
+def test_an_equation_of_ones_own_counts_where_nothing_compiles_too():
     model = nn.Linear(8, 8)
     engine = ShardedEngine(model, _Still(lr=0.1), Precision(torch.float32), compile_update=False)
     before = engine.full_weights()

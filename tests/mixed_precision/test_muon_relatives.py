@@ -2,22 +2,18 @@
 may declare states of a matrix, of any length, and a skipped step keeps them.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import fnmatch
 import math
-from collections.abc import Callable, Iterable, Mapping
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from megamix import Muon, ParamGroup, ShardedEngine
 from megamix.mixed_precision.muon import DIRECTION_SQ
-from megamix.mixed_precision.update_slice import States
-from tests.engines import FP32
+from tests.builders import FP32
 
 # Polar Express for five turns, as nanochat has it. It divides a matrix by 1.01 times its norm, and 1e-6 more. As in the
 # paper, the engine's first polynomial takes this factor.
@@ -36,7 +32,7 @@ STEPS = 5
 class _Block(nn.Module):
     """nanochat's block. Every other layer has value embeddings, with a gate for each head."""
 
-    def __init__(self, gated: bool):
+    def __init__(self, gated):
         super().__init__()
         self.attn, self.mlp = nn.Module(), nn.Module()
         self.attn.c_q = nn.Linear(WIDTH, WIDTH, bias=False)
@@ -46,7 +42,7 @@ class _Block(nn.Module):
         self.mlp.c_fc = nn.Linear(WIDTH, 4 * WIDTH, bias=False)
         self.mlp.c_proj = nn.Linear(4 * WIDTH, WIDTH, bias=False)
 
-    def forward(self, x: Tensor, values: Tensor | None) -> Tensor:
+    def forward(self, x, values):
         normed, heads = _normed(x), (*x.shape[:2], -1, WIDTH // 4)
         q, k, v = (linear(normed).view(heads) for linear in (self.attn.c_q, self.attn.c_k, self.attn.c_v))
         if values is not None:
@@ -60,7 +56,7 @@ class _Block(nn.Module):
 class _Nanochat(nn.Module):
     """A small model with nanochat's names and shapes."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         drawn = torch.Generator().manual_seed(7)
         blocks = nn.ModuleList(_Block(gated=layer % 2 == 1) for layer in range(LAYERS))
@@ -74,7 +70,7 @@ class _Nanochat(nn.Module):
             if param.dim() > 1:
                 param.data.normal_(0.0, WIDTH**-0.5, generator=drawn)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens):
         x = _normed(self.transformer["wte"](tokens))
         gate = self.smear_lambda * torch.sigmoid(self.smear_gate(x[:, 1:, :24]))
         x = x0 = middle = torch.cat([x[:, :1], x[:, 1:] + gate * x[:, :-1]], dim=1)
@@ -86,11 +82,11 @@ class _Nanochat(nn.Module):
         return 15 * torch.tanh(logits / 15)
 
 
-def _normed(x: Tensor) -> Tensor:
+def _normed(x):
     return F.rms_norm(x, (x.size(-1),))
 
 
-def _loss(model: nn.Module, step: int) -> Tensor:
+def _loss(model, step):
     tokens = torch.randint(VOCAB, (4, LENGTH + 1), generator=torch.Generator().manual_seed(step))
     return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
@@ -117,7 +113,7 @@ MOMENTUM, DECAY = (0.85, 0.87, 0.89, 0.92, 0.95), (0.2, 0.16, 0.12, 0.08, 0.04)
 class _NanochatOptimizer:
     """nanochat's equations, one parameter after the other."""
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype):
+    def __init__(self, model, dtype):
         self.params, self.dtype = dict(model.named_parameters()), dtype
         self.first = {name: torch.zeros_like(param) for name, param in self.params.items()}
         self.second = {name: torch.zeros_like(param) for name, param in self.params.items()}
@@ -125,7 +121,7 @@ class _NanochatOptimizer:
         self.updates = 0
 
     @torch.no_grad()
-    def step(self) -> None:
+    def step(self):
         self.updates += 1
         for name, param in self.params.items():
             group = next((one for pattern, one in ADAMW.items() if fnmatch.fnmatchcase(name, pattern)), None)
@@ -134,7 +130,7 @@ class _NanochatOptimizer:
             else:
                 self._adamw(name, param, param.grad, group)
 
-    def _adamw(self, name: str, param: Tensor, grad: Tensor, group: _Group) -> None:
+    def _adamw(self, name, param, grad, group):
         beta1, beta2 = group.betas
         param.mul_(1 - group.lr * group.weight_decay)
         self.first[name].lerp_(grad, 1 - beta1)
@@ -142,7 +138,7 @@ class _NanochatOptimizer:
         corrected = (self.second[name] / (1 - beta2**self.updates)).sqrt() + EPS
         param.sub_(group.lr / (1 - beta1**self.updates) * self.first[name] / corrected)
 
-    def _muon(self, name: str, param: Tensor, grad: Tensor) -> None:
+    def _muon(self, name, param, grad):
         rows, columns = param.shape
         momentum, decay = (table[self.updates - 1] for table in (MOMENTUM, DECAY))
         self.first[name].lerp_(grad, 1 - momentum)
@@ -171,7 +167,7 @@ class _NanochatOptimizer:
         param.sub_(lr * x + lr * decay * param * (x * param >= 0))
 
 
-def _ours(ns_dtype: torch.dtype) -> Muon:
+def _ours(ns_dtype):
     groups = [
         ParamGroup(pattern=pattern, lr_factor=one.lr / LR, weight_decay=one.weight_decay, betas=one.betas)
         for pattern, one in ADAMW.items()
@@ -184,7 +180,7 @@ def _ours(ns_dtype: torch.dtype) -> Muon:
     )  # fmt: skip
 
 
-def _gaps(ns_dtype: torch.dtype) -> list[float]:
+def _gaps(ns_dtype):
     """Return, after each step, the largest difference of any tensor, as a share of its largest weight."""
     plain, model = _Nanochat(), _Nanochat()
     theirs, engine = (
@@ -204,17 +200,17 @@ def _gaps(ns_dtype: torch.dtype) -> list[float]:
     return gaps
 
 
-def test_nanochat_s_optimizer_moves_its_model_alike() -> None:
+def test_nanochat_s_optimizer_moves_its_model_alike():
     gaps = _gaps(torch.float32)
     # Each update turns the roundings of the one before into new directions: 1.1e-5 after five, by MKL on AVX-512.
     assert max(gaps[0], gaps[-1]) < 4e-5, gaps
 
 
-def _draws(rows: int, columns: int, seed: int) -> Tensor:
+def _draws(rows, columns, seed):
     return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
 
 
-def _linear(optimizer: Muon, losses: Iterable[float]) -> ShardedEngine:
+def _linear(optimizer, losses):
     """Return an engine after a step of one matrix for each factor of a loss."""
     model = nn.Linear(12, 20, bias=False)
     engine = ShardedEngine(model, optimizer, FP32, compile_update=False)
@@ -228,15 +224,15 @@ def _linear(optimizer: Muon, losses: Iterable[float]) -> ShardedEngine:
 class _Counting(Muon):
     """Keeps the norm of the last matrix, and counts the directions of each row."""
 
-    def matrix_states(self, rows: int, columns: int) -> Mapping[str, int]:
+    def matrix_states(self, rows, columns):
         return {"last_norm": 1, "counts": rows}
 
-    def direction(self, matrix: Tensor, states: States) -> tuple[Tensor, States]:
+    def direction(self, matrix, states):
         norm = matrix.float().norm(dim=(-2, -1))[..., None]
         return super().direction(matrix, states)[0], {"last_norm": norm, "counts": states["counts"] + 1}
 
 
-def test_a_state_of_a_matrix_can_have_any_length_and_a_skipped_step_keeps_it() -> None:
+def test_a_state_of_a_matrix_can_have_any_length_and_a_skipped_step_keeps_it():
     engine = _linear(_Counting(lr=0.1), [1.0, math.inf, 2.0])
     states = {name: state for held in engine.held_states() for name, state in held.tensors.items()}
     assert states["counts"].tolist() == [2.0] * 20
@@ -249,7 +245,7 @@ def test_a_state_of_a_matrix_can_have_any_length_and_a_skipped_step_keeps_it() -
         _linear(Muon(lr=0.1), []).load_state_dict(kept)
 
 
-def test_a_skipped_step_keeps_the_moments_bit_for_bit() -> None:
+def test_a_skipped_step_keeps_the_moments_bit_for_bit():
     moments = [_linear(Muon(lr=0.1, row_beta2=0.9), losses).held_states() for losses in ([1.0], [1.0, math.nan])]
     ((before,), (after,)) = moments
     assert after.tensors[DIRECTION_SQ].any()
@@ -257,10 +253,10 @@ def test_a_skipped_step_keeps_the_moments_bit_for_bit() -> None:
 
 
 @pytest.mark.parametrize("name", ["master", "momentum_buffer"])
-def test_a_state_with_a_name_of_another_is_refused(name: str) -> None:
+def test_a_state_with_a_name_of_another_is_refused(name):
     @dataclasses.dataclass(frozen=True, kw_only=True)
     class Wrong(Muon):
-        def matrix_states(self, rows: int, columns: int) -> Mapping[str, int]:
+        def matrix_states(self, rows, columns):
             return {name: 1}
 
     with pytest.raises(ValueError, match=f"Wrong.states of weight has '{name}'"):
@@ -273,7 +269,7 @@ class _Silent(Muon):
 
     length: int = 1
 
-    def matrix_states(self, rows: int, columns: int) -> Mapping[str, int]:
+    def matrix_states(self, rows, columns):
         return {"count": self.length}
 
 
@@ -284,12 +280,12 @@ class _Silent(Muon):
         (0, "_Silent.matrix_states: count has no length of at least 1"),
     ],
 )
-def test_a_state_that_is_not_returned_and_an_empty_one_are_named(length: int, said: str) -> None:
+def test_a_state_that_is_not_returned_and_an_empty_one_are_named(length, said):
     with pytest.raises(ValueError, match=said):
         _linear(_Silent(lr=0.1, length=length), [1.0])
 
 
-RULES: dict[str, Callable[[int, int], float]] = {
+RULES = {
     "match_rms_adamw": lambda rows, columns: 0.2 * max(rows, columns) ** 0.5,
     "original": lambda rows, columns: max(1.0, rows / columns) ** 0.5,
     "spectral_norm": lambda rows, columns: (rows / columns) ** 0.5,
@@ -297,14 +293,14 @@ RULES: dict[str, Callable[[int, int], float]] = {
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_each_rule_of_scale_is_its_formula(rule: str) -> None:
+def test_each_rule_of_scale_is_its_formula(rule):
     own = Muon(lr=0.1, adjust_lr=rule)
     for rows, columns in ((8, 8), (32, 8), (8, 32)):
         assert own.lr_scale(rows, columns) == pytest.approx(RULES[rule](rows, columns))
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(24, 40), (40, 24), (32, 32)])
-def test_rows_and_norms_get_what_the_settings_say(rows: int, columns: int) -> None:
+def test_rows_and_norms_get_what_the_settings_say(rows, columns):
     """Check that equal rows change nothing where rows are equal, that a direction's norm is exact, and that
     moments of one update alone make all rows of the longer side equal.
     """
@@ -322,20 +318,20 @@ def test_rows_and_norms_get_what_the_settings_say(rows: int, columns: int) -> No
     assert states[DIRECTION_SQ].shape == (max(rows, columns),)
 
 
-def test_zeros_have_a_direction_of_zeros() -> None:
+def test_zeros_have_a_direction_of_zeros():
     own = Muon(lr=0.1, equal_rows=True, exact_norm=True, row_beta2=0.9)
     direction, states = own.direction(torch.zeros(4, 6, dtype=torch.bfloat16), {DIRECTION_SQ: torch.zeros(6)})
     assert not direction.any()
     assert not states[DIRECTION_SQ].any()
 
 
-def test_coefficients_go_turn_by_turn_and_the_last_stays() -> None:
+def test_coefficients_go_turn_by_turn_and_the_last_stays():
     first, second = (1.0, 2.0, 3.0), (4.0, 5.0, 6.0)
     assert Muon(lr=0.1, ns_steps=2, ns_coefficients=first).turns == [first, first]
     assert Muon(lr=0.1, ns_steps=3, ns_table=[first, second]).turns == [first, second, second]
 
 
-def test_cautious_decay_leaves_the_elements_that_move_away_from_zero() -> None:
+def test_cautious_decay_leaves_the_elements_that_move_away_from_zero():
     given = {"lr": 0.1, "weight_decay": 0.5}
     weights = []
     for optimizer in (Muon(**given), Muon(**given, cautious_weight_decay=True), Muon(lr=0.1, weight_decay=0.0)):

@@ -2,8 +2,6 @@
 forms differ as docs/numerics.md says.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable
@@ -11,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from megamix import NAG, Precision, ShardedEngine, StaticLossScale
 from megamix.mixed_precision.fused_update import LibraryUpdate
@@ -30,24 +28,24 @@ class Rounded:
     its own rounding. FP64's rounding is left out: it is 2^-29 of FP32's.
     """
 
-    def __init__(self, value: Tensor | float, off: Tensor | float = 0.0):
+    def __init__(self, value, off=0.0):
         self.value, self.off = torch.as_tensor(value, dtype=torch.float64), off
 
     @staticmethod
-    def cast(value: float) -> Rounded:
+    def cast(value):
         """Return a setting, rounded to FP32."""
         return Rounded(value, U * value)
 
-    def _rounded(self, value: Tensor, passed_on: Tensor) -> Rounded:
+    def _rounded(self, value, passed_on):
         return Rounded(value, passed_on + U * (value.abs() + passed_on))
 
-    def __add__(self, other: Rounded) -> Rounded:
+    def __add__(self, other):
         return self._rounded(self.value + other.value, self.off + other.off)
 
-    def __sub__(self, other: Rounded) -> Rounded:
+    def __sub__(self, other):
         return self._rounded(self.value - other.value, self.off + other.off)
 
-    def __mul__(self, other: Rounded) -> Rounded:
+    def __mul__(self, other):
         passed_on = self.value.abs() * other.off + other.value.abs() * self.off + self.off * other.off
         return self._rounded(self.value * other.value, passed_on)
 
@@ -55,7 +53,7 @@ class Rounded:
 Rule = Callable[..., tuple[Rounded, Rounded]]
 
 
-def mxnet_nag(w: Rounded, m: Rounded, g: Rounded, lr: Rounded, mu: Rounded, wd: Rounded) -> tuple[Rounded, Rounded]:
+def mxnet_nag(w, m, g, lr, mu, wd):
     """Compute MXNet's mp_nag_mom_update (src/operator/optimizer_op-inl.h): weight and momentum in FP32."""
     g = g + wd * w
     m = mu * m - lr * g
@@ -63,7 +61,7 @@ def mxnet_nag(w: Rounded, m: Rounded, g: Rounded, lr: Rounded, mu: Rounded, wd: 
     return w, m
 
 
-def torch_nag(w: Rounded, b: Rounded, g: Rounded, lr: Rounded, mu: Rounded, wd: Rounded) -> tuple[Rounded, Rounded]:
+def torch_nag(w, b, g, lr, mu, wd):
     """Compute torch.optim.SGD(nesterov=True), from its documentation."""
     g = g + wd * w
     b = mu * b + g
@@ -71,9 +69,7 @@ def torch_nag(w: Rounded, b: Rounded, g: Rounded, lr: Rounded, mu: Rounded, wd: 
     return w, b
 
 
-def torch_classical(
-    w: Rounded, b: Rounded, g: Rounded, lr: Rounded, mu: Rounded, wd: Rounded
-) -> tuple[Rounded, Rounded]:
+def torch_classical(w, b, g, lr, mu, wd):
     """Compute torch.optim.SGD(), from its documentation."""
     g = g + wd * w
     b = mu * b + g
@@ -81,21 +77,17 @@ def torch_classical(
     return w, b
 
 
-def mxnet_classical(
-    w: Rounded, m: Rounded, g: Rounded, lr: Rounded, mu: Rounded, wd: Rounded
-) -> tuple[Rounded, Rounded]:
+def mxnet_classical(w, m, g, lr, mu, wd):
     """Compute MXNet's mp_sgd_mom_update (src/operator/optimizer_op-inl.h)."""
     g = g + wd * w
     m = mu * m - lr * g
     return w + m, m
 
 
-def decoupled(rule: Rule) -> Rule:
+def decoupled(rule):
     """Compute the rule without weight decay on weights that shrink as AdamW's do."""
 
-    def with_decay(
-        w: Rounded, m: Rounded, g: Rounded, lr: Rounded, mu: Rounded, wd: Rounded
-    ) -> tuple[Rounded, Rounded]:
+    def with_decay(w, m, g, lr, mu, wd):
         return rule(w - lr * wd * w, m, g, lr, mu, Rounded(0.0))
 
     return with_decay
@@ -138,29 +130,27 @@ FORMS = {
 class Fed(nn.Module):
     """A module of one weight matrix whose output gets the given gradient."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(48, 64, generator=torch.Generator().manual_seed(0)))
 
-    def forward(self, grad: Tensor) -> Tensor:
+    def forward(self, grad):
         return (self.weight * grad).sum()
 
 
-def _grad(step: int, dtype: torch.dtype) -> Tensor:
+def _grad(step, dtype):
     """Return a gradient with a constant direction and noise: (48, 64)."""
     noise = torch.randn(48, 64, generator=torch.Generator().manual_seed(step))
     return (noise + torch.linspace(-1, 1, 64)).to(dtype)
 
 
-def _own(engine: ShardedEngine) -> list[Tensor]:
+def _own(engine):
     """Return the engine's master and states (one rank, one parameter without padding)."""
     return [tensor.view(48, 64) for tensor in (engine.buckets[0].master, *engine.buckets[0].states[0].values())]
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_each_form_is_its_librarys_rule_within_fp32_rounding_and_a_skipped_step_changes_nothing(
-    form: str,
-) -> None:
+def test_each_form_is_its_librarys_rule_within_fp32_rounding_and_a_skipped_step_changes_nothing(form):
     optimizer, precision, rule = FORMS[form]
     model = Fed()
     reference = Rounded(model.weight.detach()), Rounded(torch.zeros(48, 64))
@@ -189,7 +179,7 @@ def test_each_form_is_its_librarys_rule_within_fp32_rounding_and_a_skipped_step_
 
 
 @pytest.mark.parametrize("momentum", [0.9, 0.0])
-def test_the_gradient_rule_is_torch_sgds(momentum: float) -> None:
+def test_the_gradient_rule_is_torch_sgds(momentum):
     weight = nn.Parameter(Fed().weight.detach().double())
     sgd = torch.optim.SGD([weight], lr=0.0, momentum=momentum, nesterov=momentum > 0, weight_decay=0.02)
     rule = Rounded(weight.detach().clone()), Rounded(torch.zeros(48, 64))
@@ -202,7 +192,7 @@ def test_the_gradient_rule_is_torch_sgds(momentum: float) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_without_a_compiler_any_cut_gives_the_same_bits_and_the_gate_leaves_every_bit(form: str) -> None:
+def test_without_a_compiler_any_cut_gives_the_same_bits_and_the_gate_leaves_every_bit(form):
     optimizer = FORMS[form][0]
     update_ = LibraryUpdate(optimizer, [optimizer.group_of("weight", (48, 64))._replace(weight_decay=(0.1,))], CPU)
     numel = (1 << 20) + 3 * 64  # more than one piece
@@ -211,7 +201,7 @@ def test_without_a_compiler_any_cut_gives_the_same_bits_and_the_gate_leaves_ever
     names = optimizer.states("weight", (48, 64))
     start = torch.randn(1 + len(names), numel, generator=generator)
 
-    def run(borders: list[int], found_inf: bool) -> Tensor:
+    def run(borders, found_inf):
         """Return master and states after one update in parts."""
         step = StepScalars(torch.tensor(1 / 3), torch.tensor(found_inf), torch.tensor(0.01), torch.tensor(1.0))
         after, half = start.clone(), start[0].half()
@@ -230,7 +220,7 @@ def test_without_a_compiler_any_cut_gives_the_same_bits_and_the_gate_leaves_ever
 
 
 # The share of the peak learning rate after a share of the run, by the names of the page.
-SCHEDULES: dict[str, Callable[[float], float]] = {
+SCHEDULES = {
     "constant": lambda over: 1.0,
     "linear to 0": lambda over: 1 - over,
     "a tenth, from half the run on": lambda over: 1.0 if over < 0.5 else 0.1,
@@ -242,7 +232,7 @@ ROWS = re.findall(r"^\| (.+) \| (20|200) \| ([\d.]+) % \| ([\d.]+) \| ([\d.]+) \
 CURVATURES = torch.logspace(-2, 0, 16, dtype=torch.float64)
 
 
-def _descend(form: str, schedule: str, updates: int) -> Tensor:
+def _descend(form, schedule, updates):
     """Return the weights that the engine's own equation reaches in FP64, from 1, on a quadratic with these
     curvatures.
     """
@@ -258,12 +248,12 @@ def _descend(form: str, schedule: str, updates: int) -> Tensor:
 
 
 @pytest.mark.parametrize("updates", [20, 200])
-def test_both_forms_are_one_path_while_the_learning_rate_is_constant(updates: int) -> None:
+def test_both_forms_are_one_path_while_the_learning_rate_is_constant(updates):
     gradient, velocity = (_descend(form, "constant", updates) for form in ("gradient", "velocity"))
     assert (gradient - velocity).norm() < 1e-14 * (gradient - 1).norm()
 
 
-def test_under_a_schedule_the_forms_differ_by_what_the_page_says() -> None:
+def test_under_a_schedule_the_forms_differ_by_what_the_page_says():
     assert {(schedule, updates) for schedule, updates, *_ in ROWS} == {
         (schedule, updates) for schedule in SCHEDULES if schedule != "constant" for updates in ("20", "200")
     }
@@ -274,7 +264,7 @@ def test_under_a_schedule_the_forms_differ_by_what_the_page_says() -> None:
         assert [float(apart), *map(float, losses)] == pytest.approx([*map(float, figures)], rel=0.02)
 
 
-def test_the_state_of_one_form_is_refused_by_the_other() -> None:
+def test_the_state_of_one_form_is_refused_by_the_other():
     gradient, velocity = (
         ShardedEngine(Fed(), NAG(lr=0.1, momentum_form=form), FP32, compile_update=False)
         for form in ("gradient", "velocity")

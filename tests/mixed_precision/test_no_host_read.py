@@ -2,11 +2,7 @@
 every read.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -26,13 +22,10 @@ from megamix import (
     Precision,
     ShardedEngine,
     Sharding,
-    StaticLossScale,
     TorchLossScale,
     WeightAverage,
 )
-from megamix.mixed_precision.optimizers import Optimizer
-from megamix.mixed_precision.settings import ReduceDtype
-from tests.distributed.models import loss_of, make_batch, make_model
+from tests.builders import loss_of, make_batch, make_model
 
 pytestmark = pytest.mark.uncounted
 
@@ -46,7 +39,7 @@ class HostRead(AssertionError):
 
 
 class _RefuseReads(TorchDispatchMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func._schema.name.partition("::")[2]
         if name in READS or name.startswith(("unique", "_unique")):
             raise HostRead(name)
@@ -62,9 +55,9 @@ class _RefuseReads(TorchDispatchMode):
 
 
 @contextmanager
-def no_host_read() -> Iterator[None]:
-    def refuse(method: str) -> Callable[..., Any]:
-        def raising(*args: Any, **kwargs: Any) -> Any:
+def no_host_read():
+    def refuse(method):
+        def raising(*args, **kwargs):
             raise HostRead(method)
 
         return raising
@@ -73,12 +66,7 @@ def no_host_read() -> Iterator[None]:
         yield
 
 
-def _twenty_steps(
-    scale: StaticLossScale | None = None,
-    optimizer: Optimizer = ADAMW,
-    reduce_dtype: ReduceDtype = "half",
-    examine: bool = False,
-) -> tuple[int, int]:
+def _twenty_steps(scale=None, optimizer=ADAMW, reduce_dtype="half", examine=False):
     rank = dist.get_rank() if dist.is_initialized() else 0
     model = make_model()
     scale = scale or DynamicLossScale(2.0**8, growth_interval=4)
@@ -106,25 +94,25 @@ SCALES += [MegatronLossScale(2.0**8), DeepSpeedLossScale(2.0**8)]
 
 
 @pytest.mark.parametrize("scale", SCALES, ids=lambda scale: type(scale).__name__)
-def test_a_step_reads_nothing_with_any_loss_scale(scale: StaticLossScale) -> None:
+def test_a_step_reads_nothing_with_any_loss_scale(scale):
     assert _twenty_steps(scale) == (1, 19)
 
 
 @pytest.mark.parametrize("optimizer", [NAG(lr=0.01), NAG(lr=0.01, momentum_form="velocity")])
-def test_a_step_reads_nothing_with_any_optimizer(optimizer: Optimizer) -> None:
+def test_a_step_reads_nothing_with_any_optimizer(optimizer):
     assert _twenty_steps(None, optimizer) == (1, 19)
 
 
 @pytest.mark.parametrize("reduce_dtype", ["half", "half_fp32_sum"])
-def test_a_step_reads_nothing_on_two_ranks(run_ranks, reduce_dtype: ReduceDtype) -> None:
+def test_a_step_reads_nothing_on_two_ranks(run_ranks, reduce_dtype):
     assert run_ranks(_twenty_steps, 2, None, ADAMW, reduce_dtype) == [(1, 19), (1, 19)]
 
 
-def test_an_examined_step_reads_nothing_in_backward_either(run_ranks) -> None:
+def test_an_examined_step_reads_nothing_in_backward_either(run_ranks):
     assert run_ranks(_twenty_steps, 2, None, ADAMW, "half", True) == [(1, 19), (1, 19)]
 
 
-PLANTED: dict[str, Callable[[Tensor], Any]] = {
+PLANTED = {
     "item": lambda t: t.sum().item(),
     "bool": lambda t: bool(t.sum() > 0),
     "float": lambda t: float(t.sum()),
@@ -147,17 +135,15 @@ PLANTED: dict[str, Callable[[Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("read", PLANTED.values(), ids=PLANTED.keys())
-def test_the_check_catches_a_planted_read(read: Callable[[Tensor], Any]) -> None:
+def test_the_check_catches_a_planted_read(read):
     with pytest.raises(HostRead), no_host_read():
         read(torch.zeros(3))
 
 
-def test_the_check_catches_a_read_planted_in_the_step(monkeypatch) -> None:
+def test_the_check_catches_a_read_planted_in_the_step(monkeypatch):
     update_ = DynamicLossScale.update_
     monkeypatch.setattr(
-        DynamicLossScale,
-        "update_",
-        lambda self, found_inf, *seen: update_(self, torch.tensor(bool(found_inf)), *seen),
+        DynamicLossScale, "update_", lambda self, found_inf, *seen: update_(self, torch.tensor(bool(found_inf)), *seen)
     )
     with pytest.raises(HostRead):
         _twenty_steps(DynamicLossScale(2.0**8))

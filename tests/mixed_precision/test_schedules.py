@@ -2,19 +2,14 @@
 steps do not advance them.
 """
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 import torch
 
-from megamix import AdamW, Checkpoints, DynamicLossScale, Precision, ShardedEngine, schedules
+from megamix import AdamW, Checkpoints, DynamicLossScale, Precision, schedules
 from megamix.builders.objects import lr_table
 from megamix.config.optimizers import OptimizerConfig
 from megamix.config.sections import Config, LrScheduleConfig, TrainingConfig
-from tests.distributed.models import loss_of, make_batch
-from tests.engines import make_engine
+from tests.builders import loss_of, make_batch, make_engine
 
 RATES = {
     "cosine": schedules.cosine(3e-3, 30, warmup_steps=4, decay_steps=20, min_lr=1e-4),
@@ -26,7 +21,7 @@ RATES = {
 
 
 @pytest.mark.parametrize("style", RATES)
-def test_a_program_has_the_rates_of_a_job(style: str) -> None:
+def test_a_program_has_the_rates_of_a_job(style):
     config = Config.model_construct(
         optimizer=OptimizerConfig.model_construct(lr=3e-3, min_lr=1e-4),
         lr_schedule=LrScheduleConfig(decay_style=style, warmup_steps=4, decay_steps=20),
@@ -36,12 +31,12 @@ def test_a_program_has_the_rates_of_a_job(style: str) -> None:
     assert len({*RATES[style]}) >= 4
 
 
-def _engine(lr: list[float]) -> ShardedEngine:
+def _engine(lr):
     precision = Precision(torch.float16, loss_scale=DynamicLossScale(2.0**10))
     return make_engine(None, AdamW(lr=lr), precision)
 
 
-def _train(engine: ShardedEngine, steps: range) -> list[float]:
+def _train(engine, steps):
     """Return the learning rates of a run whose step 2 overflows."""
     rates = []
     for step in steps:
@@ -51,7 +46,7 @@ def _train(engine: ShardedEngine, steps: range) -> list[float]:
 
 
 @pytest.mark.parametrize("style", ["cosine", "wsd"])
-def test_a_schedule_goes_on_after_a_resume(style: str, tmp_path: Path) -> None:
+def test_a_schedule_goes_on_after_a_resume(style, tmp_path):
     whole, first, second = (_engine(RATES[style]) for _ in range(3))
     rates = _train(whole, range(12))
     assert rates == torch.tensor([*RATES[style][:3], *RATES[style][2:11]]).tolist()  # the fourth tries again
@@ -63,7 +58,7 @@ def test_a_schedule_goes_on_after_a_resume(style: str, tmp_path: Path) -> None:
     assert all(torch.equal(weight, ends[1][name]) for name, weight in ends[0].items())
 
 
-def test_wrong_numbers_are_refused_with_all_of_them() -> None:
+def test_wrong_numbers_are_refused_with_all_of_them():
     for wrong in (
         lambda: schedules.cosine(1e-3, 10, warmup_steps=11),
         lambda: schedules.linear(1e-3, 10, min_lr=1e-2),

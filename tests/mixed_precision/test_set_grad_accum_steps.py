@@ -2,24 +2,21 @@
 cannot be is refused, and changes nothing.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist
 
-from megamix import ShardedEngine, Sharding
-from tests.distributed.models import loss_of, make_batch
-from tests.engines import make_engine
+from megamix import Sharding
+from tests.builders import loss_of, make_batch, make_engine
 
 
-def _step(engine: ShardedEngine, step: int, count: int) -> None:
+def _step(engine, step, count):
     for micro_batch in range(count):
         engine.backward(loss_of(engine.module, make_batch(step, engine.topology.world.rank, micro_batch)))
     engine.step()
 
 
-def _steps_of_each_number(sharding: Sharding) -> tuple[bool, str]:
+def _steps_of_each_number(sharding):
     """Return whether an engine takes 1, 3 and 2 micro-batches as engines that are built with them do, and why it
     refuses numbers that differ between ranks.
     """
@@ -40,13 +37,13 @@ def _steps_of_each_number(sharding: Sharding) -> tuple[bool, str]:
 
 
 @pytest.mark.parametrize("sharding", [Sharding(), Sharding(shard="gradients", accumulate="owner")])
-def test_an_engine_takes_another_number_as_one_built_with_it(run_ranks, sharding: Sharding) -> None:
+def test_an_engine_takes_another_number_as_one_built_with_it(run_ranks, sharding):
     for is_same, refusal in run_ranks(_steps_of_each_number, 2, sharding):
         assert is_same, refusal
         assert "grad_accum_steps" in refusal
 
 
-def test_what_cannot_be_is_refused_and_changes_nothing() -> None:
+def test_what_cannot_be_is_refused_and_changes_nothing():
     engine = make_engine(grad_accum_steps=2)
     with pytest.raises(ValueError, match="grad_accum_steps must be at least 1, got 0"):
         engine.set_grad_accum_steps(0)

@@ -3,45 +3,39 @@ embedding, are refused by both names if the engine would untie them; slices of o
 expanded tensors, are accepted.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from megamix.mixed_precision.weights import without_values
-from tests.distributed.models import TinyModel, make_model
-from tests.engines import bf16_engine
+from tests.builders import bf16_engine, make_model
 
 
-def _same_data(model: TinyModel) -> None:
+def _same_data(model):
     model.head.weight = nn.Parameter(model.embedding.weight.data)
 
 
-def _frozen_view(model: TinyModel) -> None:
+def _frozen_view(model):
     model.head.weight = nn.Parameter(model.embedding.weight.data, requires_grad=False)
 
 
-def _rows_of_two(model: TinyModel) -> None:
+def _rows_of_two(model):
     rows = torch.randn(40, 24)
     model.embedding.weight = nn.Parameter(rows[:29])
     model.head.weight = nn.Parameter(rows[11:])
 
 
-def _transposed(model: TinyModel) -> None:
+def _transposed(model):
     model.blocks[1].down.weight = nn.Parameter(model.blocks[0].up.weight.data.T)
 
 
-def _one_column(model: TinyModel) -> None:
+def _one_column(model):
     model.blocks[2].norm.bias = nn.Parameter(model.embedding.weight.data[:24, 3])
 
 
-def _buffer(model: TinyModel) -> None:
+def _buffer(model):
     model.register_buffer("table", model.embedding.weight.data[3])
 
 
@@ -56,44 +50,42 @@ def _buffer(model: TinyModel) -> None:
         (_buffer, "embedding.weight", "table"),
     ],
 )
-def test_tensors_that_share_elements_are_refused_by_both_names(
-    tie: Callable[[TinyModel], None], first: str, second: str
-) -> None:
+def test_tensors_that_share_elements_are_refused_by_both_names(tie, first, second):
     model = make_model(tied=False)
     tie(model)
     with pytest.raises(ValueError, match=rf"{first} and {second} share .* one Parameter, module.weight = other.weight"):
         bf16_engine(model)
 
 
-def _one_vector(model: TinyModel, folder: Path) -> None:
+def _one_vector(model, folder):
     vector_to_parameters(parameters_to_vector(model.parameters()), model.parameters())
 
 
-def _one_file(model: TinyModel, folder: Path) -> None:
+def _one_file(model, folder):
     torch.save(model.state_dict(), folder / "weights.pt")
     model.load_state_dict(torch.load(folder / "weights.pt", mmap=True), assign=True)
 
 
-def _safetensors(model: TinyModel, folder: Path) -> None:
+def _safetensors(model, folder):
     save_file(model.state_dict(), folder / "weights.safetensors")
     model.load_state_dict(load_file(folder / "weights.safetensors"), assign=True)
 
 
-def _columns(model: TinyModel, folder: Path) -> None:
-    both: Tensor = torch.randn(29, 48)
+def _columns(model, folder):
+    both = torch.randn(29, 48)
     model.embedding.weight = nn.Parameter(both[:, :24])
     model.head.weight = nn.Parameter(both[:, 24:])
 
 
 @pytest.mark.parametrize("share", [_one_vector, _one_file, _safetensors, _columns])
-def test_disjoint_parts_of_one_memory_train(share: Callable[[TinyModel, Path], None], tmp_path: Path) -> None:
+def test_disjoint_parts_of_one_memory_train(share, tmp_path):
     model = make_model(tied=False)
     share(model, tmp_path)
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     assert all(torch.equal(weight, before[name]) for name, weight in bf16_engine(model).full_weights().items())
 
 
-def test_tied_parameters_and_such_without_values_train() -> None:
+def test_tied_parameters_and_such_without_values_train():
     bf16_engine(make_model(tied=True))
     model = make_model()
     without_values(model, torch.device("cpu"))

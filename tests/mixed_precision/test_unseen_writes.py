@@ -4,48 +4,34 @@ examined step, or after `whole_parameters()`; at once before weights are returne
 never refused.
 """
 
-from __future__ import annotations
-
 import contextlib
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from megamix import (
-    NAG,
-    AdamW,
-    Checkpoints,
-    DynamicLossScale,
-    Muon,
-    Precision,
-    ShardedEngine,
-    Sharding,
-    StaticLossScale,
-)
+from megamix import NAG, AdamW, Checkpoints, DynamicLossScale, Muon, Precision, Sharding, StaticLossScale
 from megamix.mixed_precision import unseen_writes
 from megamix.mixed_precision.optimizers import Optimizer
 from megamix.mixed_precision.settings import Shard
-from tests.distributed.models import loss_of, make_batch, make_model
-from tests.engines import BF16, bf16_engine, make_engine, train_step
+from tests.builders import BF16, bf16_engine, loss_of, make_batch, make_engine, make_model, train_step
 
 ADAMW = AdamW(lr=0.01)
 NAME = "blocks.1.up.weight"
 SHARDS = get_args(Shard)
 
 
-def _engine(shard: Shard = "states") -> ShardedEngine:
+def _engine(shard="states"):
     model = make_model(tied=False)
     units = [model.embedding, *model.blocks, model.norm, model.head]
     sharding = Sharding(units=units, bucket_size=1500, shard=shard)
     return bf16_engine(model, sharding=sharding)
 
 
-WRITES: dict[str, Callable[[nn.Parameter], object]] = {
+WRITES = {
     "clamp": lambda param: param.data.clamp_(-0.01, 0.01),
     "initialiser": lambda param: param.data.normal_(),
     "foreach": lambda param: torch._foreach_mul_([param.data], 0.5),
@@ -57,7 +43,7 @@ WRITES: dict[str, Callable[[nn.Parameter], object]] = {
 
 
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES.keys())
-def test_a_write_that_moves_no_version_is_refused_by_name(write: Callable[[nn.Parameter], object]) -> None:
+def test_a_write_that_moves_no_version_is_refused_by_name(write):
     engine = _engine()
     train_step(engine)
     write(engine.module.get_parameter(NAME))
@@ -71,7 +57,7 @@ def test_a_write_that_moves_no_version_is_refused_by_name(write: Callable[[nn.Pa
         train_step(engine, step)
 
 
-def test_a_write_before_the_first_step_is_refused_two_steps_later() -> None:
+def test_a_write_before_the_first_step_is_refused_two_steps_later():
     engine = _engine()
     nn.init.normal_(engine.module.get_parameter(NAME).data)
     train_step(engine)
@@ -80,7 +66,7 @@ def test_a_write_before_the_first_step_is_refused_two_steps_later() -> None:
         train_step(engine)
 
 
-READERS: dict[str, Callable[[ShardedEngine, Any], object]] = {
+READERS = {
     "full_weights": lambda engine, folder: engine.full_weights(),
     "state_dict": lambda engine, folder: engine.state_dict(),
     "save": lambda engine, folder: Checkpoints(engine, folder).save({}),
@@ -89,7 +75,7 @@ READERS: dict[str, Callable[[ShardedEngine, Any], object]] = {
 
 @pytest.mark.parametrize("read", READERS.values(), ids=READERS.keys())
 @pytest.mark.parametrize("steps_later", [0, 1])
-def test_weights_are_not_given_away_after_a_write(read, steps_later: int, tmp_path) -> None:
+def test_weights_are_not_given_away_after_a_write(read, steps_later, tmp_path):
     engine = _engine()
     train_step(engine)
     engine.module.get_parameter(NAME).data.clamp_(-0.01, 0.01)
@@ -102,12 +88,12 @@ def test_weights_are_not_given_away_after_a_write(read, steps_later: int, tmp_pa
     read(engine, tmp_path / "folder")
 
 
-def _found_in(shard: Shard, written_in: int, examined: bool) -> int | None:
+def _found_in(shard, written_in, examined):
     """Return the step that refuses a write which a hook makes in the forward of another step, counted from 0."""
     engine = _engine(shard)
     param, under_way = engine.module.get_parameter(NAME), [0]
 
-    def write(*_: object) -> None:
+    def write(*_):
         if under_way[0] == written_in:
             param.data.mul_(2)
 
@@ -123,14 +109,14 @@ def _found_in(shard: Shard, written_in: int, examined: bool) -> int | None:
 
 
 @pytest.mark.parametrize("shard", SHARDS)
-def test_steps_are_checked_at_the_beginning_then_rarely_and_when_examined(shard: Shard, monkeypatch) -> None:
+def test_steps_are_checked_at_the_beginning_then_rarely_and_when_examined(shard, monkeypatch):
     assert (unseen_writes._FIRST, unseen_writes._EVERY) == (2, 64)  # as docs/library.md says
     monkeypatch.setattr(unseen_writes, "_EVERY", 8)
     assert [_found_in(shard, step, False) for step in (0, 1, 4, 7)] == [2, 3, None, 9]
     assert _found_in(shard, 4, True) == 6
 
 
-def test_a_write_inside_whole_parameters_is_told_two_steps_later_and_before_weights_are_given() -> None:
+def test_a_write_inside_whole_parameters_is_told_two_steps_later_and_before_weights_are_given():
     engine = _engine("parameters")
     for step in range(5):
         train_step(engine, step)
@@ -148,23 +134,23 @@ def test_a_write_inside_whole_parameters_is_told_two_steps_later_and_before_weig
     train_step(engine)
 
 
-def _one_rank_writes(shard: Shard) -> list[str]:
+def _one_rank_writes(shard):
     """Return the error of each call on each rank, if the last rank alone writes elements of its share."""
-    engine, told = _engine(shard), list[str]()
+    engine, told = _engine(shard), []
 
-    def call(function: Callable[[], object]) -> None:
+    def call(function):
         try:
             function()
             told.append("")
         except RuntimeError as error:
             told.append(str(error).partition(",")[0])
 
-    def write() -> None:
+    def write():
         if dist.get_rank() == dist.get_world_size() - 1:
             for param in engine.module.blocks[1].parameters():
                 param.data.mul_(2)
 
-    def inside() -> None:
+    def inside():
         with engine.whole_parameters():
             write()
 
@@ -184,7 +170,7 @@ def _one_rank_writes(shard: Shard) -> list[str]:
     return told
 
 
-def _one_rank_differs() -> list[float]:
+def _one_rank_differs():
     """Take steps after a call that one rank may make alone; the other ranks must not wait for its finding."""
     engine = _engine("parameters")
     try:
@@ -202,13 +188,13 @@ def _one_rank_differs() -> list[float]:
     return [float(param.double().sum()) for param in engine.full_weights().values()]
 
 
-def test_a_rank_that_nests_fails_or_examines_alone_holds_nobody_up(run_ranks) -> None:
+def test_a_rank_that_nests_fails_or_examines_alone_holds_nobody_up(run_ranks):
     first, second = run_ranks(_one_rank_differs, 2)
     assert first == second
 
 
 @pytest.mark.parametrize("parts", [2, 3])
-def test_parameters_of_one_tensor_s_views_share_a_counter_and_train(parts: int) -> None:
+def test_parameters_of_one_tensor_s_views_share_a_counter_and_train(parts):
     model = nn.Module()
     model.parts = nn.ParameterList(torch.zeros(parts, 8).unbind())
     engine = make_engine(model, AdamW(lr=0.1), BF16)
@@ -222,11 +208,11 @@ def test_parameters_of_one_tensor_s_views_share_a_counter_and_train(parts: int) 
         engine.step()
 
 
-def _ranks_that_write() -> list[list[str]]:
+def _ranks_that_write():
     return [_one_rank_writes(shard) for shard in SHARDS]
 
 
-def test_every_rank_raises_in_the_same_call(run_ranks) -> None:
+def test_every_rank_raises_in_the_same_call(run_ranks):
     for states, gradients, parameters in run_ranks(_ranks_that_write, 2):
         first = "parameter blocks.1.gain was written past the engine"
         assert states == gradients == [first, "", "", first]
@@ -257,7 +243,7 @@ RIGHT = [
 ]
 
 
-def _trains(case: Right) -> int:
+def _trains(case):
     """Train with every step checked, with all calls that write masters between the steps. Return the number
     of updates.
     """
@@ -272,7 +258,7 @@ def _trains(case: Right) -> int:
         engine.publish_masters()
     state = engine.state_dict()
 
-    def rest(number: int) -> None:
+    def rest(number):
         if number == 2 and not case.large:  # load_weights refuses such values
             engine.load_weights(engine.full_weights())
         elif number == 4:
@@ -297,17 +283,17 @@ def _trains(case: Right) -> int:
     return int(engine.applied_updates) + int(engine.skipped_steps)
 
 
-def _all_train() -> list[int]:
+def _all_train():
     return [_trains(case) for case in RIGHT]
 
 
-def test_what_the_engine_writes_is_never_refused(run_ranks) -> None:
+def test_what_the_engine_writes_is_never_refused(run_ranks):
     state_loaded_at = 5
     assert run_ranks(_all_train, 2) == [[12 - state_loaded_at] * len(RIGHT)] * 2
 
 
-def test_a_checked_step_trains_the_bits_of_one_that_is_not(monkeypatch) -> None:
-    def masters(every: int) -> Tensor:
+def test_a_checked_step_trains_the_bits_of_one_that_is_not(monkeypatch):
+    def masters(every):
         monkeypatch.setattr(unseen_writes, "_EVERY", every)
         engine = _engine()
         for step in range(6):

@@ -2,27 +2,21 @@
 checkpoints have the plain model's names, whichever of two models is wrapped; compiling the whole model is logged once.
 """
 
-from __future__ import annotations
-
 import logging
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from megamix import Checkpoints, Muon, ParamGroup, ShardedEngine, Sharding
+from megamix import Checkpoints, Muon, ParamGroup, Sharding
 from megamix.comm.topology import Axis
 from megamix.mixed_precision.settings import Placement
-from tests.distributed.models import TinyModel, make_model
-from tests.engines import BF16, bf16_engine, make_engine, train_steps
+from tests.builders import BF16, bf16_engine, make_engine, make_model, train_steps
 
 GROUPS = (ParamGroup(pattern="blocks.0.up.weight", lr_factor=0.0), ParamGroup(pattern="blocks.1.*", lr_factor=0.5))
 
 
-def _wrapped() -> TinyModel:
+def _wrapped():
     """Return a model with each wrapper at the end and in the middle of a path, and buffers in them."""
     model = _plain()
     model.blocks[0] = torch.compile(model.blocks[0], backend="eager")
@@ -31,19 +25,19 @@ def _wrapped() -> TinyModel:
     return model
 
 
-def _plain() -> TinyModel:
+def _plain():
     model = make_model()
     for number, block in enumerate(model.blocks):
         block.register_buffer("table", torch.full((2,), float(number)))
     return model
 
 
-def _engine(model: nn.Module, shard: str = "states") -> ShardedEngine:
+def _engine(model, shard="states"):
     optimizer = Muon(lr=0.01, groups=GROUPS, matrix=["blocks.2.down.*"])
     return make_engine(model, optimizer, BF16, shard=shard)
 
 
-def _same(one: ShardedEngine, other: ShardedEngine) -> bool:
+def _same(one, other):
     first, second = one.full_weights(), other.full_weights()
     return first.keys() == second.keys() and all(
         weight.dtype == second[name].dtype and torch.equal(weight, second[name]) for name, weight in first.items()
@@ -51,7 +45,7 @@ def _same(one: ShardedEngine, other: ShardedEngine) -> bool:
 
 
 @pytest.mark.parametrize("shard", ["states", "parameters"])
-def test_a_wrapped_model_trains_and_is_kept_under_the_plain_one_s_names(shard: str, tmp_path: Path) -> None:
+def test_a_wrapped_model_trains_and_is_kept_under_the_plain_one_s_names(shard, tmp_path):
     wrapped, plain = _engine(_wrapped(), shard), _engine(_plain(), shard)
     assert wrapped.plan.param_names == plain.plan.param_names
     train_steps(wrapped, range(2))
@@ -71,7 +65,7 @@ def test_a_wrapped_model_trains_and_is_kept_under_the_plain_one_s_names(shard: s
         assert not _same(fresh, saving)
 
 
-def test_weights_are_taken_under_a_wrapped_model_s_own_names() -> None:
+def test_weights_are_taken_under_a_wrapped_model_s_own_names():
     engine, source = _engine(_wrapped()), _wrapped()
     with torch.no_grad():
         for param in source.parameters():
@@ -84,18 +78,18 @@ def test_weights_are_taken_under_a_wrapped_model_s_own_names() -> None:
         engine.load_weights({"blocks.0.gain": torch.zeros(1), **own})
 
 
-def _whole(model: TinyModel) -> dict[str, torch.Tensor]:
+def _whole(model):
     return {name.replace("_orig_mod.", ""): weight for name, weight in model.state_dict().items()}
 
 
-def test_a_placement_may_bear_a_wrapped_name() -> None:
+def test_a_placement_may_bear_a_wrapped_name():
     placements = {"blocks.0._orig_mod.up.weight": Placement((80, 24), (40, 0), Axis())}
     sharding = Sharding(placements=placements)
     engine = bf16_engine(_wrapped(), sharding=sharding)
     assert {entry.name: entry.full_shape for entry in engine.plan.entries.params}["blocks.0.up.weight"] == (80, 24)
 
 
-def test_a_block_may_be_compiled_after_the_engine_is_built() -> None:
+def test_a_block_may_be_compiled_after_the_engine_is_built():
     engine, plain = _engine(_plain()), _engine(_plain())
     train_steps(engine, range(1))
     engine.module.blocks[1] = torch.compile(engine.module.blocks[1], backend="eager")
@@ -105,17 +99,17 @@ def test_a_block_may_be_compiled_after_the_engine_is_built() -> None:
     assert _same(engine, plain)
 
 
-def _around(model: TinyModel) -> nn.Module:
+def _around(model):
     return torch.compile(model, backend="eager")
 
 
-def _in_place(model: TinyModel) -> nn.Module:
+def _in_place(model):
     model.compile(backend="eager")
     return model
 
 
 @pytest.mark.parametrize("compiled", [_around, _in_place])
-def test_a_compile_of_the_whole_model_is_told_once(compiled: Callable[[TinyModel], nn.Module], caplog) -> None:
+def test_a_compile_of_the_whole_model_is_told_once(compiled, caplog):
     plain, model = _engine(_plain()), compiled(_plain())
     units = list(model.blocks)
     with caplog.at_level(logging.WARNING):
@@ -128,7 +122,7 @@ def test_a_compile_of_the_whole_model_is_told_once(compiled: Callable[[TinyModel
     assert _same(engine, plain)
 
 
-def test_a_compile_after_the_build_is_told_at_the_next_step(caplog) -> None:
+def test_a_compile_after_the_build_is_told_at_the_next_step(caplog):
     engine = _engine(_plain())
     _in_place(engine.module)
     with caplog.at_level(logging.WARNING):

@@ -3,16 +3,12 @@
 The copy is written out here, and not taken from megamix's import, so that the model is judged by itself.
 """
 
-from typing import Any
-
 import torch
-from torch import Tensor
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
-    PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -26,7 +22,7 @@ SEQ_LEN, VOCAB = 48, 83
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 # Shapes that differ in every size that can: heads over hidden_size, groups, inner width, layers, tied or not.
-SHAPES: dict[str, dict[str, Any]] = {
+SHAPES = {
     "square": {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "ffn_hidden_size": 72, "tie_embeddings": True},
     "grouped": {
         "hidden_size": 48, "num_layers": 3, "num_heads": 6, "num_kv_heads": 2, "ffn_hidden_size": 40,
@@ -41,11 +37,8 @@ NORMS = ("norm.weight", "layernorm.weight", "ln_1.weight", "ln_2.weight", "ln_f.
 LLAMA = {"norm_eps": 1e-6, "rope_theta": 500000.0, "scaled_init": False}
 
 # family: (what our configuration adds to a shape, the shapes that the family can have)
-FAMILIES: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "gpt2": (
-        {"norm": "layernorm", "position": "learned", "activation": "gelu_tanh", "bias": True},
-        ["square"],
-    ),
+FAMILIES = {
+    "gpt2": ({"norm": "layernorm", "position": "learned", "activation": "gelu_tanh", "bias": True}, ["square"]),
     "llama2": ({**LLAMA, "rope_theta": 10000.0}, [*SHAPES]),
     "llama2 stretched": ({**LLAMA, "rope_scaling": {"rule": "linear", "factor": 3.0}}, ["grouped"]),
     "llama3": (
@@ -58,11 +51,11 @@ FAMILIES: dict[str, tuple[dict[str, Any], list[str]]] = {
 CASES = [(family, shape) for family, (_, shapes) in FAMILIES.items() for shape in shapes]
 
 
-def config_of(family: str, shape: str) -> ModelConfig:
+def config_of(family, shape):
     return ModelConfig(vocab_size=VOCAB, seq_len=SEQ_LEN, **SHAPES[shape], **FAMILIES[family][0])
 
 
-def pair(family: str, shape: str) -> tuple[Transformer, PreTrainedModel]:
+def pair(family, shape):
     """(ours, transformers') in FP32 with the same weights, all of them random: norms and biases too."""
     config = config_of(family, shape)
     torch.manual_seed(0)
@@ -76,7 +69,7 @@ def pair(family: str, shape: str) -> tuple[Transformer, PreTrainedModel]:
     return ours.eval(), theirs
 
 
-def _theirs(family: str, config: ModelConfig) -> PreTrainedModel:
+def _theirs(family, config):
     if family == "gpt2":
         return GPT2LMHeadModel(
             GPT2Config(
@@ -89,15 +82,12 @@ def _theirs(family: str, config: ModelConfig) -> PreTrainedModel:
                 tie_word_embeddings=config.tie_embeddings,
             )
         )
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
+    rope = {"rope_type": "default", "rope_theta": config.rope_theta}
     if scaling := config.rope_scaling:
         rope |= {"rope_type": scaling.rule, "factor": scaling.factor}
         if scaling.rule == "llama3":
             rope |= {**LLAMA3, "original_max_position_embeddings": scaling.original_seq_len}
-    kinds: dict[str, tuple[type[Any], type[PreTrainedModel]]] = {
-        "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-        "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-    }
+    kinds = {"qwen2": (Qwen2Config, Qwen2ForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
     make_config, make_model = kinds.get(family, (LlamaConfig, LlamaForCausalLM))
     head_dim = {} if family == "qwen2" else {"head_dim": config.head_dim or config.hidden_size // config.num_heads}
     return make_model(
@@ -117,7 +107,7 @@ def _theirs(family: str, config: ModelConfig) -> PreTrainedModel:
     )
 
 
-def _from_llama(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+def _from_llama(weights):
     renamed = {}
     for name, weight in weights.items():
         for theirs, ours in [
@@ -133,7 +123,7 @@ def _from_llama(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     return renamed
 
 
-def _from_gpt2(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+def _from_gpt2(weights):
     """Conv1D stores its weight transposed, and query, key and value as one."""
     renamed = {}
     for name, weight in weights.items():

@@ -2,23 +2,16 @@
 and computes each document, or each segment of queries and keys, in FP32.
 """
 
-from __future__ import annotations
-
 import math
-from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import Any
 
 import torch
-from torch import Tensor
 
 calls = {"forward": 0, "backward": 0}
 
 
-def _demand(
-    query: Tensor, key: Tensor, value: Tensor, begins: Tensor, begins_k: Tensor, longest: int, longest_k: int
-) -> list[tuple[slice, slice]]:
+def _demand(query, key, value, begins, begins_k, longest, longest_k):
     """Check what torch's flash_api.cpp (`mha_varlen_fwd`) checks, and what it takes for granted. Return the queries and
     the keys of each segment.
     """
@@ -43,7 +36,7 @@ def _demand(
     return [*zip(*segments, strict=True)]
 
 
-def _scores(query: Tensor, key: Tensor, left: int | None) -> Tensor:
+def _scores(query, key, left):
     """FP32 (heads, queries, keys) of one segment, -inf for later keys, and for keys more than `left` before a query's
     own, if that is not -1: the last query sees the last key.
     """
@@ -54,10 +47,22 @@ def _scores(query: Tensor, key: Tensor, left: int | None) -> Tensor:
 
 
 def _forward(
-    query: Tensor, key: Tensor, value: Tensor, begins: Tensor, begins_k: Tensor, longest: int, longest_k: int,
-    dropout: float, is_causal: bool, debug: bool, *, scale: float | None = None, window_size_left: int | None = None,
-    window_size_right: int | None = None, **others: Any,
-) -> tuple[Tensor, ...]:  # fmt: skip
+    query,
+    key,
+    value,
+    begins,
+    begins_k,
+    longest,
+    longest_k,
+    dropout,
+    is_causal,
+    debug,
+    *,
+    scale=None,
+    window_size_left=None,
+    window_size_right=None,
+    **others,
+):
     calls["forward"] += 1
     assert (dropout, debug, scale, window_size_right) == (0.0, False, None, 0)
     assert is_causal or window_size_left != -1  # with a window, none to the right is enough
@@ -73,10 +78,23 @@ def _forward(
 
 
 def _backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, statistic: Tensor, begins: Tensor,
-    begins_k: Tensor, longest: int, longest_k: int, dropout: float, is_causal: bool, *others: Any,
-    scale: float | None = None, window_size_left: int | None = None, window_size_right: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    grad,
+    query,
+    key,
+    value,
+    out,
+    statistic,
+    begins,
+    begins_k,
+    longest,
+    longest_k,
+    dropout,
+    is_causal,
+    *others,
+    scale=None,
+    window_size_left=None,
+    window_size_right=None,
+):
     calls["backward"] += 1
     assert (dropout, scale, window_size_right) == (0.0, None, 0)
     assert is_causal or window_size_left != -1
@@ -98,7 +116,7 @@ def _backward(
 
 
 @contextmanager
-def stand_in() -> Iterator[dict[str, int]]:
+def stand_in():
     """Until the end of the block the CPU has these kernels, and so a simulated GPU; gives how often they are called."""
     library = torch.library.Library("aten", "IMPL")
     library.impl("_flash_attention_forward", _forward, "CPU")

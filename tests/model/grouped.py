@@ -1,18 +1,14 @@
 """A stand-in for a GPU's kernel of grouped products: it demands what the kernel demands, and computes each group."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
 
 import torch
-from torch import Tensor
 
 from megamix.model.wide import GroupedLinear
 
 
-def _grouped_mm(x: Tensor, weight: Tensor, *, offs: Tensor) -> Tensor:
+def _grouped_mm(x, weight, *, offs):
     """Check what ATen's native/cuda/GroupedBlas.cpp checks, and what it takes for granted."""
     assert x.dtype == weight.dtype == torch.bfloat16
     assert x.dim() == 2
@@ -31,6 +27,6 @@ def _grouped_mm(x: Tensor, weight: Tensor, *, offs: Tensor) -> Tensor:
 
 
 @contextmanager
-def grouped_products() -> Iterator[None]:
+def grouped_products():
     with mock.patch.object(torch, "_grouped_mm", _grouped_mm):
         yield

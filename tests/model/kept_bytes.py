@@ -1,10 +1,9 @@
 """The bytes that a block keeps from forward to backward, by arithmetic: docs/models.md has them as a table."""
 
-from megamix.config import ModelConfig
 from megamix.model import sizes
 
 
-def kept_bytes_per_token(config: ModelConfig, itemsize: int = 2) -> int:
+def kept_bytes_per_token(config, itemsize=2):
     """Return the bytes that one block keeps of each token, with activations of `itemsize` bytes and weights left out.
 
     It is what our own operations keep (FP16 on a CPU) and what torch's fused kernels keep on a GPU. Compiled blocks
@@ -29,17 +28,17 @@ def kept_bytes_per_token(config: ModelConfig, itemsize: int = 2) -> int:
     return itemsize * numbers + 4 * _statistics(config) + masks
 
 
-def _head_sizes(config: ModelConfig) -> tuple[int, int]:
+def _head_sizes(config):
     head_dim = sizes.head_dim(config)
     return config.num_heads * head_dim, sizes.num_kv_heads(config) * head_dim
 
 
-def _latents(config: ModelConfig) -> list[int]:
+def _latents(config):
     latent = config.latent_attention
     return [rank for rank in (latent.query_rank, latent.kv_rank) if rank] if latent else []
 
 
-def _statistics(config: ModelConfig) -> int:
+def _statistics(config):
     """FP32 numbers: of attention's softmax one a head, of RMSNorm one a row, of LayerNorm two."""
     of_norms = 2 * (2 if config.norm == "layernorm" else 1)
     of_heads = config.num_heads + sizes.num_kv_heads(config) if config.qk_norm else 0

@@ -1,10 +1,8 @@
 """Exact references in FP64, and the bound that one rounding to half allows, for the tests of wide operations."""
 
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
 
 from megamix.model.ops import Ops
 
@@ -17,18 +15,18 @@ ALL_WIDE = Ops(native=frozenset())
 NATIVE = Ops(wide=False)
 
 
-def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float16) -> Tensor:
+def randn(*shape, seed=0, dtype=torch.float16):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def assert_rounds_once(got: Tensor, exact: Tensor, slack: Tensor) -> None:
+def assert_rounds_once(got, exact, slack):
     """`got` is the nearest half of some value within `slack` (the error of the FP32 arithmetic) of FP64 `exact`."""
     unit = UNIT[got.dtype]
     bound = unit * exact.abs() + (1 + unit) * slack + HALF_OF_SMALLEST[got.dtype]
     assert ((got.double() - exact).abs() <= bound).all()
 
 
-def forward_and_grads(fn: Callable[..., Tensor], inputs: list[Tensor], seed: int = 99) -> list[Tensor]:
+def forward_and_grads(fn, inputs, seed=99):
     """Return [output, gradient of each input] of fn for a random gradient of the output, the same for every dtype."""
     leaves = [x.detach().clone().requires_grad_() for x in inputs]
     out = fn(*leaves)
@@ -37,12 +35,12 @@ def forward_and_grads(fn: Callable[..., Tensor], inputs: list[Tensor], seed: int
 
 
 @contextmanager
-def saved_bytes() -> Iterator[dict[torch.dtype, int]]:
+def saved_bytes():
     """Return the bytes of the tensors that autograd keeps for backward, by dtype. Each storage counts once."""
-    kept: dict[torch.dtype, int] = {}
-    seen: set[int] = set()
+    kept = {}
+    seen = set()
 
-    def pack(x: Tensor) -> Tensor:
+    def pack(x):
         if x.untyped_storage().data_ptr() not in seen:
             seen.add(x.untyped_storage().data_ptr())
             kept[x.dtype] = kept.get(x.dtype, 0) + x.untyped_storage().nbytes()

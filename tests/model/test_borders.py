@@ -3,19 +3,15 @@ mask within one rounding, whatever the packing; one graph serves all; recompute 
 take borders uses a mask.
 """
 
-from __future__ import annotations
-
 import math
-from collections.abc import Iterator
 from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megamix.model import context, decoder, ops
-from megamix.model.context import Documents, find_borders, find_documents
+from megamix.model.context import find_borders, find_documents
 from megamix.model.ops import Ops, takes_borders
 from megamix.model.transformer import Transformer
 from megamix.values import has_values
@@ -33,7 +29,7 @@ LENGTHS = {
 HALF = (torch.float16, torch.bfloat16)
 
 
-def positions_of(lengths: list[list[int]], first: int = 0) -> Tensor:
+def positions_of(lengths, first=0):
     """`first`: of the first document, which may go on from the sequence before."""
     rows = [torch.cat([torch.arange(n) for n in row]) for row in lengths]
     positions = torch.stack(rows)
@@ -42,7 +38,7 @@ def positions_of(lengths: list[list[int]], first: int = 0) -> Tensor:
 
 
 @pytest.fixture(autouse=True)
-def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def on_a_gpu(monkeypatch):
     """Make a CPU run as a GPU does: with kernels that take borders, and room for some in short sequences."""
     monkeypatch.setattr(context, "TOKENS_A_BORDER", B * T // ROOM)
     monkeypatch.setattr(decoder, "takes_borders", lambda x, head_dim: head_dim > 0 and x.dtype in HALF)
@@ -51,9 +47,7 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def bounded_by_the_mask(
-    inputs: list[Tensor], upstream: Tensor, borders: Documents, mask: Documents, *, on_a_card: bool = False
-) -> None:
+def bounded_by_the_mask(inputs, upstream, borders, mask, *, on_a_card=False):
     """Attention by borders and its gradients are within their bound of those by the mask."""
     leaves = [x.detach().requires_grad_() for x in inputs]
     out = Ops().attention(*leaves, borders)
@@ -63,9 +57,7 @@ def bounded_by_the_mask(
         assert ((one.double() - exact).abs() <= bound).all()
 
 
-def _exact(
-    inputs: list[Tensor], upstream: Tensor, documents: Documents, on_a_card: bool
-) -> tuple[list[Tensor], list[Tensor]]:
+def _exact(inputs, upstream, documents, on_a_card):
     """Output and gradients of the mask's path in FP64, and how far those of a kernel may be from them that computes in
     FP32 and rounds output and gradients to half, of a group each head's and their sum. Its backward reads the rounded
     output: its product with the upstream gradient, which is subtracted from every slope of a row, is off by up to a
@@ -74,7 +66,7 @@ def _exact(
     unit, smallest = UNIT[upstream.dtype], HALF_OF_SMALLEST[upstream.dtype]
     group = inputs[0].shape[1] // inputs[1].shape[1]
 
-    def shared(x: Tensor) -> Tensor:
+    def shared(x):
         return x.unflatten(1, (-1, group)).sum(2)
 
     alone = [x.double().repeat_interleave(upstream.shape[1] // x.shape[1], dim=1).requires_grad_() for x in inputs]
@@ -103,9 +95,7 @@ def _exact(
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("packing", LENGTHS)
-def test_attention_and_its_gradients_are_those_of_the_mask(
-    monkeypatch: pytest.MonkeyPatch, packing: str, dtype: torch.dtype, kv_heads: int, knows_groups: bool
-) -> None:
+def test_attention_and_its_gradients_are_those_of_the_mask(monkeypatch, packing, dtype, kv_heads, knows_groups):
     monkeypatch.setattr(ops, "_VARLEN_KNOWS_GROUPS", knows_groups)
     positions = positions_of(LENGTHS[packing], first=3)
     borders, mask = find_borders(positions), find_documents(positions, as_mask=True)
@@ -118,7 +108,7 @@ def test_attention_and_its_gradients_are_those_of_the_mask(
     bounded_by_the_mask(inputs, upstream, borders, mask)
 
 
-def _model(recompute: str = "none", dtype: torch.dtype = torch.bfloat16) -> Transformer:
+def _model(recompute="none", dtype=torch.bfloat16):
     torch.manual_seed(0)
     config = config_of("qwen3", "wide heads").model_copy(update={"recompute": recompute, "num_layers": 2})
     return Transformer(config, FP16_WIDE).to(dtype)
@@ -127,14 +117,14 @@ def _model(recompute: str = "none", dtype: torch.dtype = torch.bfloat16) -> Tran
 TOKENS = torch.randint(VOCAB, (B, T + 1), generator=torch.Generator().manual_seed(1))
 
 
-def _trained(model: Transformer, lengths: list[list[int]], num_documents: int) -> list[Tensor]:
+def _trained(model, lengths, num_documents):
     """Return loss and gradients."""
     loss = model(TOKENS[:, :-1], TOKENS[:, 1:], positions_of(lengths), num_documents)
     return [loss, *torch.autograd.grad(loss, [*model.parameters()], torch.tensor(64.0))]
 
 
 @pytest.mark.parametrize("dtype", HALF)
-def test_a_model_is_trained_as_by_the_mask(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+def test_a_model_is_trained_as_by_the_mask(monkeypatch, dtype):
     model, lengths = _model(dtype=dtype), LENGTHS["of other lengths"]
     with mock.patch.object(decoder, "find_documents", side_effect=AssertionError("a mask")):
         got = _trained(model, lengths, 5)
@@ -145,14 +135,14 @@ def test_a_model_is_trained_as_by_the_mask(monkeypatch: pytest.MonkeyPatch, dtyp
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
-def test_recompute_changes_no_bit(recompute: str) -> None:
+def test_recompute_changes_no_bit(recompute):
     lengths = LENGTHS["of other lengths"]
     want, got = (_trained(_model(policy), lengths, 5) for policy in ("none", recompute))
     assert all(map(torch.equal, got, want))
 
 
 @pytest.mark.parametrize("by_borders", [True, False])
-def test_positions_of_one_row_are_those_of_every_sequence(monkeypatch: pytest.MonkeyPatch, by_borders: bool) -> None:
+def test_positions_of_one_row_are_those_of_every_sequence(monkeypatch, by_borders):
     if not by_borders:
         monkeypatch.setattr(decoder, "takes_borders", lambda x, head_dim: False)
     model, rows = _model(), positions_of([[5, 20, 23]] * B)
@@ -162,10 +152,10 @@ def test_positions_of_one_row_are_those_of_every_sequence(monkeypatch: pytest.Mo
 
 
 @pytest.mark.uncounted
-def test_one_graph_serves_every_packing_and_the_mask_is_left_to_those_of_too_many_documents() -> None:
+def test_one_graph_serves_every_packing_and_the_mask_is_left_to_those_of_too_many_documents():
     graphs = []
 
-    def collect(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> object:
+    def collect(graph, inputs):
         graphs.append(graph)
         return graph.forward
 
@@ -190,12 +180,12 @@ def test_one_graph_serves_every_packing_and_the_mask_is_left_to_those_of_too_man
     [(torch.bfloat16, 64, True), (torch.float16, 256, True), (torch.float32, 64, False), (torch.float16, 20, False),
      (torch.float16, 264, False), (torch.float16, 0, False)],
 )  # fmt: skip
-def test_borders_are_for_half_and_heads_that_the_kernels_know(dtype: torch.dtype, head_dim: int, takes: bool) -> None:
+def test_borders_are_for_half_and_heads_that_the_kernels_know(dtype, head_dim, takes):
     assert takes_borders(torch.empty(1, dtype=dtype, device="meta"), head_dim) is takes
     assert not takes_borders(torch.empty(1, dtype=dtype), head_dim)
 
 
-def test_values_are_those_of_tensors_that_are_neither_fake_nor_meta() -> None:
+def test_values_are_those_of_tensors_that_are_neither_fake_nor_meta():
     assert has_values(torch.zeros(2))
     assert not has_values(torch.zeros(2, device="meta"))
     with FakeTensorMode():

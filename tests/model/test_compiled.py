@@ -2,19 +2,15 @@
 compiler, also where halves are computed as on a GPU. A compiler that loses gradients says nothing.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 from megamix.beside import added_loss
-from megamix.config import DecoderConfig, FP8Config, load_config
+from megamix.config import FP8Config, load_config
 from megamix.machine import CPU_HALVES
 from megamix.model import cross_entropy, experts, fp8, wide
 from megamix.model.family import family_of
@@ -34,7 +30,7 @@ HEADS = [(2, 4, 8, 8), (2, 2, 8, 8), (2, 2, 8, 8)]
 FP8 = fp8.FP8Product(FP8Config(recipe="tensorwise"), lambda ops, x, weight, bias: x)
 
 # name of the function: (a call, the shapes of its inputs, their dtypes)
-CASES: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]], list[torch.dtype]]] = {
+CASES = {
     "WideLinear": (lambda *x: apply(wide.WideLinear, *x), [(2, 8, 16), (12, 16), (12,)], HALVES),
     "WideScores": (lambda *x: apply(wide.WideScores, *x), [(2, 8, 16), (12, 16)], HALVES),
     "GroupedLinear": (lambda x, w: apply(wide.GroupedLinear, x, w, [3, 5], x.dtype), [(8, 16), (2, 12, 16)], ALL),
@@ -62,24 +58,24 @@ CASES: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]], list[torch.
 }
 
 
-def _functions() -> Iterator[str]:
+def _functions():
     for room in (wide, cross_entropy, fp8, experts, added_loss):
         for name, one in vars(room).items():
             if inspect.isclass(one) and issubclass(one, torch.autograd.Function) and one.__module__ == room.__name__:
                 yield name
 
 
-def test_every_function_that_a_compiler_may_meet_has_a_case() -> None:
+def test_every_function_that_a_compiler_may_meet_has_a_case():
     assert {*_functions()} == {*CASES}
 
 
 @pytest.mark.uncounted
 @pytest.mark.parametrize(("name", "dtype"), [(name, dtype) for name, case in CASES.items() for dtype in case[2]])
-def test_a_compiled_function_has_the_gradients_of_the_plain_one(name: str, dtype: torch.dtype) -> None:
+def test_a_compiled_function_has_the_gradients_of_the_plain_one(name, dtype):
     call, shapes, _ = CASES[name]
     inputs = [randn(*shape, seed=number, dtype=dtype) for number, shape in enumerate(shapes)]
 
-    def inside(*given: Tensor) -> Tensor:  # a graph has operations before and behind it
+    def inside(*given):  # a graph has operations before and behind it
         return 2 * call(*(2 * x for x in given))
 
     torch._dynamo.reset()
@@ -91,10 +87,10 @@ def test_a_compiled_function_has_the_gradients_of_the_plain_one(name: str, dtype
         assert (got.double() - want.double()).norm() <= UNIT[dtype] * want.double().norm()
 
 
-def _shrunken(path: Path) -> DecoderConfig:
+def _shrunken(path):
     """Return the configuration's model with small numbers in place of its own; everything else stays."""
     model = load_config(str(path)).model
-    small: dict[str, object] = {"vocab_size": 64, "seq_len": 16, "hidden_size": 32, "num_heads": 4, "compile": True}
+    small = {"vocab_size": 64, "seq_len": 16, "hidden_size": 32, "num_heads": 4, "compile": True}
     small |= {"num_layers": 2, "ffn_hidden_size": 48}
     if model.num_kv_heads is not None:
         small["num_kv_heads"] = max(1, 4 * model.num_kv_heads // model.num_heads)
@@ -115,16 +111,14 @@ IN_SHORT = [ROOT / "configs/llama-1.3b.toml", ROOT / "configs/nanochat-d24.toml"
 @pytest.mark.uncounted
 @pytest.mark.parametrize("path", FAMILIES if FULL else IN_SHORT, ids=lambda path: path.stem)
 @pytest.mark.parametrize("dtype", ALL if FULL else [torch.bfloat16])
-def test_compiled_blocks_have_the_gradients_of_plain_ones(
-    monkeypatch: pytest.MonkeyPatch, path: Path, dtype: torch.dtype
-) -> None:
+def test_compiled_blocks_have_the_gradients_of_plain_ones(monkeypatch, path, dtype):
     monkeypatch.setenv(CPU_HALVES, "native")
     config = _shrunken(path)
     torch.manual_seed(0)
     model = family_of(config)(config).to(dtype)
-    tokens, reduced = torch.randint(config.vocab_size, (2, 17)), list[bool]()
+    tokens, reduced = torch.randint(config.vocab_size, (2, 17)), []
 
-    def gradients() -> dict[str, Tensor]:
+    def gradients():
         model.zero_grad()
         model(tokens[:, :-1], tokens[:, 1:]).backward()
         return {name: param.grad.double() for name, param in model.named_parameters()}
@@ -145,11 +139,11 @@ def test_compiled_blocks_have_the_gradients_of_plain_ones(
         assert compiled[name].any(), name
 
 
-def _in_mixed_order() -> bool:
+def _in_mixed_order():
     """Whether the compiler may fuse sums over rows with sums over columns, of which some were wrong on GPUs."""
     return torch._inductor.config.triton.mix_order_reduction
 
 
-def _without_compiler(model: nn.Module) -> None:
+def _without_compiler(model):
     for module in model.modules():
         module._compiled_call_impl = None

@@ -3,7 +3,6 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from megamix import tuned
 from megamix.data.loader import IGNORE
@@ -16,22 +15,20 @@ TARGETS = torch.randint(VOCAB, (3, ROWS // 3), generator=torch.Generator().manua
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 
 
-def inputs(dtype: torch.dtype) -> list[Tensor]:
+def inputs(dtype):
     """hidden (3, 10, HIDDEN) and weight (VOCAB, HIDDEN)."""
     shapes = [(3, ROWS // 3, HIDDEN), (VOCAB, HIDDEN)]
     return [randn(*shape, seed=seed, dtype=dtype).requires_grad_() for seed, shape in enumerate(shapes)]
 
 
-def plain(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+def plain(hidden, weight, targets):
     logits = (hidden @ weight.t()).flatten(0, -2)
     return F.cross_entropy(logits, targets.flatten(), reduction="sum") / targets.numel()
 
 
 @pytest.mark.parametrize("chunk_rows", [7, ROWS])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_loss_and_gradients_stay_within_the_bound_of_their_products(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, chunk_rows: int
-) -> None:
+def test_loss_and_gradients_stay_within_the_bound_of_their_products(monkeypatch, dtype, chunk_rows):
     monkeypatch.setattr(tuned, "LOSS_ROWS", chunk_rows)
     monkeypatch.setattr(tuned, "LOSS_CHUNK", (1, 1))
     monkeypatch.setattr(tuned, "LOSS_PART", (3 * VOCAB, 1))
@@ -67,7 +64,7 @@ def test_loss_and_gradients_stay_within_the_bound_of_their_products(
         assert_rounds_once(result, truth, slack.view(truth.shape))
 
 
-def test_what_is_ignored_has_no_share_in_loss_or_gradient() -> None:
+def test_what_is_ignored_has_no_share_in_loss_or_gradient():
     leaves, targets = inputs(torch.float16), TARGETS.clone()
     targets[1] = IGNORE
     loss = linear_cross_entropy(*leaves, targets)
@@ -84,9 +81,7 @@ def test_what_is_ignored_has_no_share_in_loss_or_gradient() -> None:
 
 @pytest.mark.uncounted
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_its_peak_is_its_two_gradients_in_fp32_and_no_logits(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
-) -> None:
+def test_its_peak_is_its_two_gradients_in_fp32_and_no_logits(monkeypatch, dtype):
     rows, hidden_size, vocab_size, chunk_rows = 2048, 16, 1024, 32
     monkeypatch.setattr(tuned, "LOSS_ROWS", chunk_rows)
     monkeypatch.setattr(tuned, "LOSS_CHUNK", (1, 1))
@@ -106,7 +101,7 @@ def test_its_peak_is_its_two_gradients_in_fp32_and_no_logits(
     assert storage.peak_bytes < 2 * rows * vocab_size / 4  # a quarter of the logits in half
 
 
-def test_nothing_but_the_gradients_is_kept_and_they_serve_twice() -> None:
+def test_nothing_but_the_gradients_is_kept_and_they_serve_twice():
     leaves = inputs(torch.float16)
     with saved_bytes() as kept:
         loss = linear_cross_entropy(*leaves, TARGETS)
@@ -118,7 +113,7 @@ def test_nothing_but_the_gradients_is_kept_and_they_serve_twice() -> None:
     assert storage.peak_bytes < 6 * (ROWS + VOCAB) * HIDDEN + 4 * 4 * ROWS * VOCAB
 
 
-def test_a_loss_scale_that_fits_the_gradients_overflows_nothing_on_the_way() -> None:
+def test_a_loss_scale_that_fits_the_gradients_overflows_nothing_on_the_way():
     hidden = torch.full((1, 4), 2.0**-8, dtype=torch.float16, requires_grad=True)
     weight = torch.full((2, 4), 2.0**-8, dtype=torch.float16, requires_grad=True)
     loss = linear_cross_entropy(hidden, weight, torch.tensor([0]))
@@ -130,7 +125,7 @@ def test_a_loss_scale_that_fits_the_gradients_overflows_nothing_on_the_way() -> 
     assert grad_weight.isinf().all()  # the search for the largest scale ends where the gradient does
 
 
-def test_extreme_logits_give_a_finite_loss_and_inf_does_not() -> None:
+def test_extreme_logits_give_a_finite_loss_and_inf_does_not():
     hidden = torch.eye(2, dtype=torch.float16)
     weight = torch.zeros(4, 2, dtype=torch.float16)
     weight[1, 0], weight[2, 1] = 65504.0, -65504.0
@@ -142,7 +137,7 @@ def test_extreme_logits_give_a_finite_loss_and_inf_does_not() -> None:
     assert all(grad.isnan().any() for grad in grads)
 
 
-def test_under_autocast_gradients_are_those_of_the_rounded_products() -> None:
+def test_under_autocast_gradients_are_those_of_the_rounded_products():
     leaves = inputs(torch.float32)
     want = torch.autograd.grad(linear_cross_entropy(*leaves, TARGETS), leaves)
     with torch.autocast("cpu", torch.bfloat16):

@@ -2,15 +2,11 @@
 balance, their recomputed steps and a GPU's padded products are exact. What does not go together is refused in one line.
 """
 
-from __future__ import annotations
-
 from functools import partial
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor, nn
 from transformers import DeepseekV3Config, MixtralConfig, OlmoeConfig, Qwen3MoeConfig
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
@@ -25,16 +21,16 @@ from megamix.model.sizes import fewest_params
 from megamix.model.transformer import Transformer
 from tests.config.test_errors import changed, problems_of
 
-EXPERTS: dict[str, Any] = {"num_experts": 8, "top_k": 3, "ffn_hidden_size": 24}
+EXPERTS = {"num_experts": 8, "top_k": 3, "ffn_hidden_size": 24}
 GROUPS = {"score": "sigmoid", "scale": 2.5, "num_groups": 4, "top_groups": 2, "shared_ffn_hidden_size": 48}
-SIZES: dict[str, Any] = {
+SIZES = {
     "vocab_size": 61, "seq_len": 24, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "norm_eps": 1e-6,
 }  # fmt: skip
-THEIRS: dict[str, Any] = {
+THEIRS = {
     "hidden_size": 32, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "intermediate_size": 24,
     "num_attention_heads": 4, "num_local_experts": 8,
 }  # fmt: skip
-FAMILIES: dict[str, tuple[dict[str, Any], nn.Module]] = {  # our keys, and transformers' block
+FAMILIES = {  # our keys, and transformers' block
     "qwen3_moe": ({}, Qwen3MoeSparseMoeBlock(Qwen3MoeConfig(**THEIRS, norm_topk_prob=True))),
     "qwen3_moe, not normalised": (
         {"normalize": False},
@@ -49,11 +45,11 @@ FAMILIES: dict[str, tuple[dict[str, Any], nn.Module]] = {  # our keys, and trans
 }
 
 
-def section(experts: dict[str, Any] | None = None, **changes: Any) -> ModelConfig:
+def section(experts=None, **changes):
     return ModelConfig(**(SIZES | {"experts": EXPERTS | (experts or {})} | changes))
 
 
-def block_of(config: ModelConfig, ops: Ops | None = None) -> Experts:
+def block_of(config, ops=None):
     assert config.experts is not None
     block = Experts(config, config.experts, ops or Ops())
     for name, parameter in block.named_parameters():
@@ -62,7 +58,7 @@ def block_of(config: ModelConfig, ops: Ops | None = None) -> Experts:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_equal_weights_give_the_results_and_gradients_of_transformers(family: str) -> None:
+def test_equal_weights_give_the_results_and_gradients_of_transformers(family):
     torch.manual_seed(3)
     changes, theirs = FAMILIES[family]
     ours = block_of(section(changes))
@@ -96,7 +92,7 @@ def test_equal_weights_give_the_results_and_gradients_of_transformers(family: st
     assert float((both[0] - both[1]).abs().max()) <= 5e-6 * float(both[1].abs().max())
 
 
-def alone(block: Experts, x: Tensor) -> Tensor:
+def alone(block, x):
     """Return the output of each token from its experts, one token after the other, in FP64."""
     top_k, out = block.router.experts.top_k, torch.zeros_like(x)
     for number, token in enumerate(x):
@@ -108,7 +104,7 @@ def alone(block: Experts, x: Tensor) -> Tensor:
     return out
 
 
-def test_each_token_gets_its_own_experts_and_no_other_token_matters() -> None:
+def test_each_token_gets_its_own_experts_and_no_other_token_matters():
     torch.manual_seed(4)
     block = block_of(section(), Ops(wide=False)).double()
     x = torch.randn(2, 5, 32, dtype=torch.float64)
@@ -119,7 +115,7 @@ def test_each_token_gets_its_own_experts_and_no_other_token_matters() -> None:
     assert sorted(block.router(same).counts.tolist()) == [0] * 5 + [10] * 3
 
 
-def test_padded_products_are_those_of_each_group() -> None:
+def test_padded_products_are_those_of_each_group():
     torch.manual_seed(8)
     counts = torch.tensor([0, 3, 2, 0, 3, 1])
     x, grad = torch.randn(9, 5, dtype=torch.float64, requires_grad=True), torch.randn(9, 4, dtype=torch.float64)
@@ -135,7 +131,7 @@ def test_padded_products_are_those_of_each_group() -> None:
 
 
 @pytest.mark.parametrize(("counts", "padded"), [([2, 2, 1], True), ([0, 4, 2], True), ([0, 5, 1], False)])
-def test_groups_are_padded_on_a_gpu_while_that_at_most_doubles_the_rows(counts: list[int], padded: bool) -> None:
+def test_groups_are_padded_on_a_gpu_while_that_at_most_doubles_the_rows(counts, padded):
     rows = torch.empty(sum(counts), 4, dtype=torch.float16, device="meta")
     with mock.patch("megamix.model.ops.host_counts", lambda counts, total: counts.tolist()):
         groups = Ops(wide=False).groups(rows, torch.tensor(counts), 8, 8)
@@ -144,7 +140,7 @@ def test_groups_are_padded_on_a_gpu_while_that_at_most_doubles_the_rows(counts: 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_rounding_is_that_of_one_operation_after_the_other(dtype: torch.dtype) -> None:
+def test_rounding_is_that_of_one_operation_after_the_other(dtype):
     torch.manual_seed(5)
     config = section(GROUPS | {"z_loss": 0.01, "balance_loss": 0.1})
     half, exact = Transformer(config).to(dtype), Transformer(config, Ops(wide=False)).double()
@@ -162,7 +158,7 @@ def test_rounding_is_that_of_one_operation_after_the_other(dtype: torch.dtype) -
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
-def test_recomputed_steps_are_the_same_bit_for_bit(recompute: str) -> None:
+def test_recomputed_steps_are_the_same_bit_for_bit(recompute):
     steps = []
     for how in ("none", recompute):
         torch.manual_seed(6)
@@ -173,7 +169,7 @@ def test_recomputed_steps_are_the_same_bit_for_bit(recompute: str) -> None:
     assert all(torch.equal(one, other) for one, other in zip(*steps, strict=True))
 
 
-def test_the_loss_of_unequal_loads_is_that_of_each_sequence() -> None:
+def test_the_loss_of_unequal_loads_is_that_of_each_sequence():
     torch.manual_seed(7)
     block = block_of(section({"balance_loss": 0.5, "z_loss": 0.25, "normalize": False}), Ops(wide=False)).double()
     x = torch.randn(3, 24, 32, dtype=torch.float64)
@@ -193,7 +189,7 @@ def test_the_loss_of_unequal_loads_is_that_of_each_sequence() -> None:
     assert block.router(x).loss is None
 
 
-def test_biases_move_towards_equal_counts_and_their_mean_stays() -> None:
+def test_biases_move_towards_equal_counts_and_their_mean_stays():
     bias, counts = torch.tensor([0.5, 0.0, -0.25, 0.0]), torch.tensor([9.0, 1.0, 1.0, 5.0])
     moved = towards_mean(0.5, bias, counts)
     step = torch.tensor([-0.5, 0.5, 0.5, -0.5])
@@ -201,7 +197,7 @@ def test_biases_move_towards_equal_counts_and_their_mean_stays() -> None:
     assert torch.equal(towards_mean(0.5, bias, torch.full((4,), 7.0)), bias)
 
 
-def test_costs_count_the_experts_that_a_token_passes() -> None:
+def test_costs_count_the_experts_that_a_token_passes():
     config = section({"dense_layers": 1, "shared_ffn_hidden_size": 16})
     model = Transformer(config)
     assert parameter_count(config) == sum(parameter.numel() for parameter in model.parameters())
@@ -213,10 +209,10 @@ def test_costs_count_the_experts_that_a_token_passes() -> None:
 
 
 @pytest.mark.uncounted
-def test_compiled_blocks_without_and_with_experts_are_repeated_in_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_blocks_without_and_with_experts_are_repeated_in_backward(monkeypatch):
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     torch._dynamo.reset()
-    changes: dict[str, Any] = {"num_layers": 3, "recompute": "full"}
+    changes = {"num_layers": 3, "recompute": "full"}
     models = [Transformer(section({"dense_layers": 1}, **changes, compile=compiles)) for compiles in (False, True)]
     models[1].load_state_dict(models[0].state_dict())
     tokens = torch.randint(61, (2, 24), generator=torch.Generator().manual_seed(1))
@@ -230,7 +226,7 @@ def test_compiled_blocks_without_and_with_experts_are_repeated_in_backward(monke
     torch._dynamo.reset()
 
 
-def test_text_with_a_cache_is_that_without() -> None:
+def test_text_with_a_cache_is_that_without():
     torch.manual_seed(8)
     model = Transformer(section(GROUPS)).eval()
     tokens = torch.randint(61, (1, 12))
@@ -266,5 +262,5 @@ def test_text_with_a_cache_is_that_without() -> None:
         ),
     ],
 )
-def test_what_does_not_go_together_is_told_in_a_line(experts: dict[str, Any], model: dict[str, Any], said: str) -> None:
+def test_what_does_not_go_together_is_told_in_a_line(experts, model, said):
     assert problems_of(changed(model={"experts": EXPERTS | experts, "num_layers": 2} | model)) == (said,)

@@ -9,7 +9,7 @@ from tests.model.families import CASES, SEQ_LEN, VOCAB, pair
 
 
 @pytest.mark.parametrize(("family", "shape"), CASES)
-def test_logits_equal_those_of_transformers_for_the_same_weights(family: str, shape: str) -> None:
+def test_logits_equal_those_of_transformers_for_the_same_weights(family, shape):
     ours, theirs = pair(family, shape)
     tokens = torch.randint(VOCAB, (2, SEQ_LEN), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():

@@ -3,7 +3,6 @@ all.
 """
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from megamix.model.transformer import Transformer
 from megamix.parallel.stages import plan_stages
 
 SIZES = {"vocab_size": 97, "seq_len": 12, "hidden_size": 32, "num_layers": 3, "num_heads": 4}
-CONFIGS: list[dict[str, Any]] = [
+CONFIGS = [
     {},
     {"activation": "gelu", "position": "learned", "norm": "layernorm", "bias": True},
     {"num_kv_heads": 2, "tie_embeddings": False, "norm": "layernorm"},
@@ -43,12 +42,12 @@ PUBLISHED = {
 CONFIG_FILES = Path(__file__).parents[2] / "configs"
 
 
-def config_of(**changes: Any) -> ModelConfig:
+def config_of(**changes):
     return ModelConfig(**{**SIZES, **changes})
 
 
 @pytest.mark.parametrize("changes", CONFIGS)
-def test_counts_equal_those_of_the_module(changes: dict[str, Any]) -> None:
+def test_counts_equal_those_of_the_module(changes):
     config = config_of(**changes)
     model = Transformer(config)
     assert parameter_count(config) == sum(parameter.numel() for parameter in model.parameters())
@@ -57,7 +56,7 @@ def test_counts_equal_those_of_the_module(changes: dict[str, Any]) -> None:
     assert flops_per_token(config) == 6 * sum(linear) + 12 * sum(attention)
 
 
-def test_the_12_m_gpt_counted_by_hand() -> None:
+def test_the_12_m_gpt_counted_by_hand():
     config = ModelConfig(vocab_size=4096, seq_len=256, hidden_size=384, num_layers=6, num_heads=6)
     # 8/3 * 384 = 1024. A block: 4 * 384 * 384 + 3 * 384 * 1024 = 1,769,472; head 4096 * 384 = 1,572,864.
     assert 6 * 1_769_472 + 1_572_864 == 12_189_696
@@ -66,7 +65,7 @@ def test_the_12_m_gpt_counted_by_hand() -> None:
 
 
 @pytest.mark.parametrize(("name", "count"), PUBLISHED.items())
-def test_a_configuration_has_its_family_s_published_parameters_and_starts_on_8_devices(name: str, count: int) -> None:
+def test_a_configuration_has_its_family_s_published_parameters_and_starts_on_8_devices(name, count):
     config = load_config(CONFIG_FILES / f"{name}.toml")
     with torch.device("meta"):
         model = Transformer(config.model.model_copy(update={"compile": False}))  # compile loads the compiler
@@ -75,7 +74,7 @@ def test_a_configuration_has_its_family_s_published_parameters_and_starts_on_8_d
     assert check_world_size(config, max(8, copy)) == []
 
 
-def test_a_window_counts_the_pairs_of_query_and_key_that_it_leaves() -> None:
+def test_a_window_counts_the_pairs_of_query_and_key_that_it_leaves():
     whole, windowed = (flops_per_token(config_of(windows=windows)) for windows in ((), (5, 0, 0)))
     # A query of the first layer sees 1, 2, 3, 4 and then 5 keys of 12; each pair costs four products and their
     # gradients, 12 operations an element, and what is counted is twice the causal half less the diagonal's.
@@ -83,7 +82,7 @@ def test_a_window_counts_the_pairs_of_query_and_key_that_it_leaves() -> None:
     assert whole - windowed == 12 * 32 * (12 - (2 * pairs - 5) / 12)
 
 
-def test_the_70_b_configuration_s_layout_fits_its_comment() -> None:
+def test_the_70_b_configuration_s_layout_fits_its_comment():
     config = load_config(CONFIG_FILES / "llama3.1-70b.toml")
     stages = plan_stages(config.model, config.parallelism.pp_size, 1)
     largest = max(stage.params for stage in stages) / config.parallelism.tp_size
@@ -91,7 +90,7 @@ def test_the_70_b_configuration_s_layout_fits_its_comment() -> None:
     assert {len(stage.layers) for stage in stages} == {19, 20, 21}
 
 
-def test_every_configuration_is_counted() -> None:
+def test_every_configuration_is_counted():
     assert {path.stem for path in CONFIG_FILES.glob("*.toml")} == {
         *PUBLISHED,
         "base",
@@ -102,7 +101,7 @@ def test_every_configuration_is_counted() -> None:
     }
 
 
-def test_llama_8b_counted_by_hand() -> None:
+def test_llama_8b_counted_by_hand():
     config = load_config(CONFIG_FILES / "llama3.1-8b.toml").model
     # A block: query and out 2 * 4096 * 4096, key and value 2 * 4096 * 1024, feed-forward part 3 * 4096 * 14336.
     block, head = 218_103_808, 128_256 * 4096
@@ -111,7 +110,7 @@ def test_llama_8b_counted_by_hand() -> None:
     assert flops_per_token(config) == 6 * 7_504_658_432 + attention == 57_912_852_480
 
 
-def test_defaults_of_the_inner_width() -> None:
+def test_defaults_of_the_inner_width():
     assert Transformer(config_of(hidden_size=200)).blocks[0].feed_forward.up.out_features == 576  # 533.3, up to 64s
     assert Transformer(config_of(activation="gelu")).blocks[0].feed_forward.up.out_features == 128
 
@@ -132,6 +131,6 @@ def test_defaults_of_the_inner_width() -> None:
         ("AMD EPYC", None),
     ],
 )
-def test_peaks_are_known_by_name_and_dtype_or_not_at_all(name: str, peak: float | None) -> None:
+def test_peaks_are_known_by_name_and_dtype_or_not_at_all(name, peak):
     assert dense_peak(name, torch.float16) == dense_peak(name, torch.bfloat16) == peak
     assert dense_peak(name, torch.float32) is None

@@ -2,24 +2,20 @@
 results are the products of the codes; an input of several layers is quantised once; an overflow shows.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed._functional_collectives  # before torchao's file asks for it and is dropped again
-from torch import Tensor
 
 from megamix.config import FP8Config, ModelConfig
 from megamix.model import fp8
-from megamix.model.fp8 import E4M3, E5M2, Codes, FP8Product, in_words, product, quantise, use_fp8
+from megamix.model.fp8 import E4M3, E5M2, FP8Product, in_words, product, quantise, use_fp8
 from megamix.model.ops import Ops
 from megamix.model.transformer import Transformer
 from tests.conftest import FULL
@@ -32,13 +28,13 @@ LLAMA = ModelConfig(
 )
 
 
-def operand(rows: int, summed: int, seed: int = 0, spread: float = 4.0) -> Tensor:
+def operand(rows, summed, seed=0, spread=4.0):
     """Rows whose sizes differ by powers of ten, as those of gradients do."""
     sizes = torch.logspace(-spread, spread / 2, rows).unsqueeze(1)
     return (randn(rows, summed, seed=seed, dtype=torch.float32) * sizes).to(BF16)
 
 
-def torchao_utils() -> Any:
+def torchao_utils():
     """torchao's file of scales and casts alone: the whole package takes 5 s to import, and registers operators."""
     root = Path(str(find_spec("torchao").origin)).parent  # type: ignore[union-attr]  # the test is skipped without it
     with mock.patch.dict(sys.modules):
@@ -51,7 +47,7 @@ def torchao_utils() -> Any:
 @pytest.mark.skipif(find_spec("torchao") is None, reason="torchao is not installed")
 @pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_codes_and_scales_are_those_of_torchao(recipe: str, dtype: torch.dtype) -> None:
+def test_codes_and_scales_are_those_of_torchao(recipe, dtype):
     theirs, by_row = torchao_utils(), recipe == "rowwise"
     kind = theirs.ScalingGranularity.AXISWISE if by_row else theirs.ScalingGranularity.TENSORWISE
     small, zeros = torch.full((16, 32), 1e-20, dtype=BF16), torch.zeros(16, 32, dtype=BF16)
@@ -65,11 +61,11 @@ def test_codes_and_scales_are_those_of_torchao(recipe: str, dtype: torch.dtype) 
             assert torch.equal(ours.factors, scale.reciprocal().view(-1))
 
 
-def codes(rows: int, summed: int, dtype: torch.dtype = E4M3, by_row: bool = True) -> Codes:
+def codes(rows, summed, dtype=E4M3, by_row=True):
     return quantise(operand(rows, summed), dtype, by_row)
 
 
-def test_a_sum_of_a_length_that_a_cpu_takes_and_a_gpu_does_not_is_refused() -> None:
+def test_a_sum_of_a_length_that_a_cpu_takes_and_a_gpu_does_not_is_refused():
     """A user whose program has a micro-batch with a number of tokens that a GPU cannot sum over."""
     a, b = codes(16, 24), codes(32, 24)
     if fp8.CPU_KNOWS_ROWS:
@@ -79,7 +75,7 @@ def test_a_sum_of_a_length_that_a_cpu_takes_and_a_gpu_does_not_is_refused() -> N
         product(a, b, BF16)
 
 
-def decoded(x: Tensor, dtype: torch.dtype, by_row: bool) -> Tensor:
+def decoded(x, dtype, by_row):
     """The numbers that the codes stand for, FP64."""
     found = quantise(x, dtype, by_row)
     return found.values.double() * found.factors.double().unsqueeze(1)
@@ -88,7 +84,7 @@ def decoded(x: Tensor, dtype: torch.dtype, by_row: bool) -> Tensor:
 @pytest.mark.parametrize("weight_grad", ["half", "fp8"])
 @pytest.mark.parametrize("grad_kind", ["e5m2", "e4m3"])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_forward_and_backward_are_the_products_of_the_codes(recipe: Any, grad_kind: Any, weight_grad: Any) -> None:
+def test_forward_and_backward_are_the_products_of_the_codes(recipe, grad_kind, weight_grad):
     section = FP8Config(recipe=recipe, grad=grad_kind, weight_grad=weight_grad)
     by_row, kind = recipe == "rowwise", E5M2 if grad_kind == "e5m2" else E4M3
     x, weight, bias = operand(32, 48), operand(64, 48, seed=1, spread=1.0), operand(1, 64, seed=2)[0]
@@ -112,7 +108,7 @@ def test_forward_and_backward_are_the_products_of_the_codes(recipe: Any, grad_ki
     not torch.cuda.is_available() or torch.cuda.get_device_capability() < fp8.FP8_CAPABILITY, reason="no GPU with FP8"
 )
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_gpu_has_the_same_codes_and_near_products(recipe: str) -> None:
+def test_a_gpu_has_the_same_codes_and_near_products(recipe):
     by_row, x, weight = recipe == "rowwise", operand(256, 512), operand(128, 512, seed=1, spread=1.0)
     here = [quantise(one, E4M3, by_row) for one in (x, weight)]
     there = [quantise(one.cuda(), E4M3, by_row) for one in (x, weight)]
@@ -125,7 +121,7 @@ def test_a_gpu_has_the_same_codes_and_near_products(recipe: str) -> None:
         assert ((found - exact).abs() <= 2.0**-6 * exact.abs().amax(1, keepdim=True)).all()
 
 
-def test_rows_keep_small_numbers_that_a_scale_of_the_whole_operand_loses() -> None:
+def test_rows_keep_small_numbers_that_a_scale_of_the_whole_operand_loses():
     x = operand(32, 32, spread=8.0)
     by_row, as_whole = (decoded(x, E4M3, rows)[0] for rows in (True, False))
     assert by_row.ne(0).all()
@@ -134,7 +130,7 @@ def test_rows_keep_small_numbers_that_a_scale_of_the_whole_operand_loses() -> No
 
 @pytest.mark.parametrize("bad", [torch.inf, torch.nan])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_an_overflow_shows_in_every_product(recipe: Any, bad: float) -> None:
+def test_an_overflow_shows_in_every_product(recipe, bad):
     """A bare cast would make 448 of an inf."""
     for weight_grad in ("half", "fp8"):
         ops = Ops(product=FP8Product(FP8Config(recipe=recipe, weight_grad=weight_grad), Ops().product))  # type: ignore[arg-type]
@@ -149,13 +145,13 @@ def test_an_overflow_shows_in_every_product(recipe: Any, bad: float) -> None:
             assert not ops.linear(x, weight, None)[3].isfinite().any()
 
 
-def fp8_model(**keys: Any) -> tuple[Transformer, list[str]]:
+def fp8_model(**keys):
     torch.manual_seed(0)
     model = Transformer(LLAMA).to(BF16)
     return model, use_fp8(model, FP8Config(**keys))
 
 
-def test_layers_are_chosen_by_place_and_by_name() -> None:
+def test_layers_are_chosen_by_place_and_by_name():
     _, names = fp8_model(recipe="rowwise", but=("blocks.0.*", "blocks.[23].*", "*.down", "blocks.*.attention.out"))
     parts = ["attention.query", "attention.key", "attention.value", "feed_forward.gate", "feed_forward.up"]
     assert names == [f"blocks.1.{part}" for part in parts]
@@ -167,7 +163,7 @@ def test_layers_are_chosen_by_place_and_by_name() -> None:
     assert [isinstance(found, FP8Product) for found in in_fp8] == [True, False]
 
 
-def test_a_choice_of_no_layer_and_a_pattern_of_none_are_refused() -> None:
+def test_a_choice_of_no_layer_and_a_pattern_of_none_are_refused():
     for keys, message in (
         (
             {"but": ("*.dwn",)},
@@ -179,7 +175,7 @@ def test_a_choice_of_no_layer_and_a_pattern_of_none_are_refused() -> None:
             fp8_model(recipe="rowwise", **keys)
 
 
-def test_the_log_names_the_layers() -> None:
+def test_the_log_names_the_layers():
     section = FP8Config(recipe="tensorwise", but=("blocks.0.*", "*.down", "blocks.2.feed_forward.up", "*.v*", "*.k*"))
     assert in_words(Transformer(LLAMA), section, on_cpu=True) == (
         "products in FP8, tensorwise, emulated on this CPU | attention.query, attention.out, feed_forward.gate of "
@@ -192,7 +188,7 @@ def test_the_log_names_the_layers() -> None:
     assert in_words(Transformer(LLAMA), FP8Config(), on_cpu=True) == ""
 
 
-def test_an_input_of_several_layers_is_quantised_once() -> None:
+def test_an_input_of_several_layers_is_quantised_once():
     model, names = fp8_model(recipe="rowwise")
     tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(1))
     with mock.patch.object(fp8, "quantise", side_effect=quantise) as seen:
@@ -203,7 +199,7 @@ def test_an_input_of_several_layers_is_quantised_once() -> None:
     assert all(param.grad is not None and param.grad.isfinite().all() for param in model.parameters())
 
 
-def test_codes_of_an_input_that_has_changed_are_not_taken_again() -> None:
+def test_codes_of_an_input_that_has_changed_are_not_taken_again():
     ops = Ops(product=FP8Product(FP8Config(recipe="tensorwise"), Ops().product))
     x, weight = operand(16, 32), operand(32, 32, seed=1)
     before = ops.linear(x, weight, None)
@@ -211,7 +207,7 @@ def test_codes_of_an_input_that_has_changed_are_not_taken_again() -> None:
     assert torch.equal(ops.linear(x, weight, None), 2 * before)
 
 
-def test_inference_mode_has_the_same_products() -> None:
+def test_inference_mode_has_the_same_products():
     model, _ = fp8_model(recipe="rowwise")
     tokens = torch.arange(32).view(2, 16)
     with torch.inference_mode():  # its tensors have no version
@@ -222,7 +218,7 @@ def test_inference_mode_has_the_same_products() -> None:
 @pytest.mark.skipif(not FULL, reason="--full: compiles for half a minute")
 @pytest.mark.parametrize("weight_grad", ["half", "fp8"])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_compiled_products_have_the_same_bits(recipe: Any, weight_grad: Any) -> None:
+def test_compiled_products_have_the_same_bits(recipe, weight_grad):
     ops = Ops(product=FP8Product(FP8Config(recipe=recipe, weight_grad=weight_grad), Ops().product))
     inputs = [operand(32, 48), operand(64, 48, seed=1, spread=1.0)]
     plain, compiled = (
@@ -232,7 +228,7 @@ def test_compiled_products_have_the_same_bits(recipe: Any, weight_grad: Any) -> 
     assert all(torch.equal(one, other) for one, other in zip(plain, compiled, strict=True))
 
 
-def test_backward_keeps_codes_where_it_multiplies_no_other_numbers() -> None:
+def test_backward_keeps_codes_where_it_multiplies_no_other_numbers():
     x, weight = operand(32, 48).requires_grad_(), operand(64, 48, seed=1).requires_grad_()
     for recipe, weight_grad, of_codes in (
         ("rowwise", "half", 0), ("rowwise", "fp8", 0), ("tensorwise", "half", 0), ("tensorwise", "fp8", 32 * 48),
@@ -244,7 +240,7 @@ def test_backward_keeps_codes_where_it_multiplies_no_other_numbers() -> None:
         assert kept[BF16] == 2 * (weight.numel() + (0 if of_codes else x.numel()))
 
 
-def test_other_dtypes_compute_as_before_and_odd_sizes_are_refused_with_the_layer() -> None:
+def test_other_dtypes_compute_as_before_and_odd_sizes_are_refused_with_the_layer():
     torch.manual_seed(0)
     model, tokens = Transformer(LLAMA), torch.arange(32).view(2, 16)
     before = model(tokens, tokens)

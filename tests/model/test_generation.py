@@ -5,7 +5,6 @@ import math
 
 import pytest
 import torch
-from torch import Tensor
 
 from megamix.config import ModelConfig
 from megamix.model.context import KeyValueCache
@@ -13,7 +12,7 @@ from megamix.model.generation import _sample, generate
 from megamix.model.transformer import Transformer
 
 
-def model_of(compile: bool = False) -> Transformer:
+def model_of(compile=False):
     torch.manual_seed(0)
     return Transformer(
         ModelConfig(vocab_size=31, seq_len=6, hidden_size=16, num_layers=1, num_heads=2, init_std=0.3, compile=compile)
@@ -23,7 +22,7 @@ def model_of(compile: bool = False) -> Transformer:
 PROMPT = torch.tensor([[3, 1, 4], [1, 5, 9]])
 
 
-def test_greedy_text_is_the_likeliest_token_of_each_window() -> None:
+def test_greedy_text_is_the_likeliest_token_of_each_window():
     model = model_of()
     tokens = generate(model, PROMPT, 8, temperature=0)
     assert tokens.shape == (2, 11)
@@ -35,7 +34,7 @@ def test_greedy_text_is_the_likeliest_token_of_each_window() -> None:
 
 @pytest.mark.parametrize("position", ["rotary", "learned"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_kept_keys_and_values_give_the_logits_of_the_whole_text(dtype: torch.dtype, position: str) -> None:
+def test_kept_keys_and_values_give_the_logits_of_the_whole_text(dtype, position):
     torch.manual_seed(0)
     sizes = {"vocab_size": 31, "seq_len": 12, "hidden_size": 16, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
     model = Transformer(ModelConfig(**sizes, position=position, qk_norm=True, init_std=0.3)).to(dtype).eval()
@@ -53,14 +52,14 @@ def test_kept_keys_and_values_give_the_logits_of_the_whole_text(dtype: torch.dty
             model(tokens[:, :1], cache=cache)
 
 
-def test_a_token_costs_one_position_as_long_as_the_text_fits() -> None:
+def test_a_token_costs_one_position_as_long_as_the_text_fits():
     model, lengths = model_of(), []
     model.embedding.register_forward_pre_hook(lambda _, tokens: lengths.append(tokens[0].shape[1]))
     generate(model, PROMPT, 6, temperature=0)
     assert lengths == [3, 1, 1, 1, 6, 6]  # then the window slides
 
 
-def test_top_p_samples_from_the_fewest_tokens_that_hold_it() -> None:
+def test_top_p_samples_from_the_fewest_tokens_that_hold_it():
     logits = torch.tensor([[0.15, 0.5, 0.05, 0.3]]).log().expand(2000, 4)
     for top_p, want in ((0.5, {1}), (0.51, {1, 3}), (0.8, {1, 3}), (0.81, {0, 1, 3}), (1.0, {0, 1, 2, 3})):
         drawn = _sample(logits, 1.0, torch.Generator().manual_seed(0), top_p)
@@ -69,7 +68,7 @@ def test_top_p_samples_from_the_fewest_tokens_that_hold_it() -> None:
     assert share == pytest.approx(0.5 / 0.8, abs=4 * math.sqrt(0.24 / 2000))  # four deviations
 
 
-def test_a_text_ends_with_an_end_token_and_all_do_not_wait_for_max_new_tokens() -> None:
+def test_a_text_ends_with_an_end_token_and_all_do_not_wait_for_max_new_tokens():
     model = model_of()
     free = generate(model, PROMPT, 8, temperature=0)
     first, second = int(free[0, 4]), int(free[1, 7])
@@ -80,34 +79,34 @@ def test_a_text_ends_with_an_end_token_and_all_do_not_wait_for_max_new_tokens() 
     assert ended.shape[1] < free.shape[1]
 
 
-def test_samples_follow_softmax_of_logits_over_temperature() -> None:
+def test_samples_follow_softmax_of_logits_over_temperature():
     logits, generator = torch.tensor([[0.0, 1.0, -torch.inf]]).expand(4000, 3), torch.Generator().manual_seed(0)
     share = _sample(logits, 0.5, generator).float().mean().item()
     assert share == pytest.approx(1 / (1 + math.exp(-2)), abs=4 * math.sqrt(0.88 * 0.12 / 4000))  # four deviations
 
 
-def test_samples_follow_the_generator() -> None:
+def test_samples_follow_the_generator():
     model = model_of()
 
-    def sample(seed: int) -> Tensor:
+    def sample(seed):
         return generate(model, PROMPT, 40, 1.0, torch.Generator().manual_seed(seed))
 
     assert torch.equal(sample(0), sample(0))
     assert not torch.equal(sample(0), sample(1))
 
 
-def test_nothing_is_kept_for_backward() -> None:
+def test_nothing_is_kept_for_backward():
     assert not generate(model_of(), PROMPT, 1).requires_grad
     with torch.autograd.graph.saved_tensors_hooks(pytest.fail, lambda x: x):
         generate(model_of(), PROMPT, 1)
 
 
-def test_a_compiled_model_generates_eagerly_and_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiled_model_generates_eagerly_and_compiles_nothing(monkeypatch):
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=lambda *_: pytest.fail("compiled")))
     assert torch.equal(generate(model_of(compile=True), PROMPT, 4, 0), generate(model_of(), PROMPT, 4, 0))
 
 
-def test_an_empty_prompt_and_settings_out_of_range_are_refused() -> None:
+def test_an_empty_prompt_and_settings_out_of_range_are_refused():
     with pytest.raises(ValueError, match="tokens has no position to continue from: pass at least one token"):
         generate(model_of(), PROMPT[:, :0], 1)
     with pytest.raises(ValueError, match="top_p must be above 0 and at most 1"):

@@ -9,7 +9,6 @@ from statistics import NormalDist
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from megamix.model import initial
 from megamix.model.initial import draw_normal
@@ -17,7 +16,7 @@ from megamix.model.initial import draw_normal
 SHAPE = (512, 2048)  # 2**20 elements
 
 
-def _draw(shape: tuple[int, ...] = SHAPE, seed: int = 0, name: str = "a", std: float = 1.0) -> Tensor:
+def _draw(shape=SHAPE, seed=0, name="a", std=1.0):
     out = torch.empty(math.prod(shape))
     draw_normal(out, std, seed=seed, name=name, full_shape=shape, block=[slice(0, size) for size in shape])
     return out.view(shape)
@@ -27,7 +26,7 @@ def _draw(shape: tuple[int, ...] = SHAPE, seed: int = 0, name: str = "a", std: f
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2**63])
-def test_moments_are_those_of_the_normal_distribution(seed: int) -> None:
+def test_moments_are_those_of_the_normal_distribution(seed):
     x = _draw(seed=seed, std=0.5).double().flatten() / 0.5
     for power, mean, variance in ((1, 0, 1), (2, 1, 2), (3, 0, 15), (4, 3, 96), (5, 0, 945), (6, 15, 10170)):
         error = (x**power).mean().item() - mean
@@ -35,7 +34,7 @@ def test_moments_are_those_of_the_normal_distribution(seed: int) -> None:
     assert 4.4 < x.abs().max() < 6.8
 
 
-def test_the_distribution_is_normal_by_kolmogorov_and_smirnov() -> None:
+def test_the_distribution_is_normal_by_kolmogorov_and_smirnov():
     drawn = _draw((128, 2048))
     for numbers in (drawn, drawn[:, ::2], drawn[:, 1::2]):
         x, count = numbers.flatten().double().sort().values, numbers.numel()
@@ -49,7 +48,7 @@ def test_the_distribution_is_normal_by_kolmogorov_and_smirnov() -> None:
             assert abs((x.abs() > z).sum() - expected) < 4.5 * math.sqrt(expected)
 
 
-def test_neighbours_parameters_and_seeds_are_not_correlated() -> None:
+def test_neighbours_parameters_and_seeds_are_not_correlated():
     one = _draw()
     pairs = {
         "beside": (one[:, :-1], one[:, 1:]),
@@ -68,7 +67,7 @@ def test_neighbours_parameters_and_seeds_are_not_correlated() -> None:
 
 
 @pytest.mark.parametrize("shape", [(37,), (6, 5), (9, 64), (3, 7, 10), (4, 3, 5)])
-def test_any_range_of_any_block_is_that_of_the_whole(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_range_of_any_block_is_that_of_the_whole(shape, monkeypatch):
     whole = _draw(shape)
     rng = np.random.default_rng(0)
     for chunk in (1, 2, 7, 64, 1 << 14):
@@ -82,7 +81,7 @@ def test_any_range_of_any_block_is_that_of_the_whole(shape: tuple[int, ...], mon
             assert torch.equal(out, wanted[first:end])
 
 
-def test_the_bits_are_the_same_on_every_machine() -> None:
+def test_the_bits_are_the_same_on_every_machine():
     assert list(map(float.hex, _draw((1, 5), seed=1234, name="embedding.weight", std=0.02)[0].tolist())) == [
         "-0x1.ecfdf00000000p-5", "-0x1.a56faa0000000p-8", "0x1.d350120000000p-7", "0x1.39680e0000000p-5",
         "0x1.1516760000000p-5",
@@ -91,7 +90,7 @@ def test_the_bits_are_the_same_on_every_machine() -> None:
     assert digest == "0713eecfbd021b065be1bf59e55ff72b8beb7b357ecf0b16cc3fd25f76a2fbcb"
 
 
-def test_the_stream_is_split_mix_64() -> None:
+def test_the_stream_is_split_mix_64():
     # The first outputs of SplittableRandom(1234567), with its own gamma.
     states = np.arange(1, 4, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(1234567)
     assert initial._mixed(states).tolist() == [6457827717110365317, 3203168211198807973, 9817491932198370423]

@@ -2,18 +2,14 @@
 counts are those of the whole. What does not go together is refused in one line.
 """
 
-from __future__ import annotations
-
 import math
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import DeepseekV3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
 
-from megamix.config import ConfigError, LatentSizes, ModelConfig, config_from_dict, model_problems
+from megamix.config import ConfigError, ModelConfig, config_from_dict, model_problems
 from megamix.hub.links import format_of
 from megamix.model.attention import LatentAttention
 from megamix.model.context import KeyValueCache
@@ -25,12 +21,12 @@ from megamix.model.transformer import Transformer
 from tests.config.test_errors import changed, problems_of
 
 LATENT = {"kv_rank": 12, "query_rank": 20, "unrotated_dim": 8, "rotary_dim": 4, "value_dim": 10}
-SIZES: dict[str, Any] = {
+SIZES = {
     "vocab_size": 61, "seq_len": 24, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "norm_eps": 1e-6,
 }  # fmt: skip
 YARN = {"rule": "yarn", "factor": 4.0, "original_seq_len": 8, "attention_factor": 1.0}
 MSCALE = 0.1 * math.log(4) + 1  # DeepSeek's YaRN puts it into the scale, twice
-CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # our keys, and transformers'
+CASES = {  # our keys, and transformers'
     "latents": ({}, {}),
     "queries without one": ({"latent_attention": LATENT | {"query_rank": None}}, {"q_lora_rank": None}),
     "biases": ({"bias": True}, {"attention_bias": True}),
@@ -48,11 +44,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # our keys, and tra
 }  # fmt: skip
 
 
-def config_of(**changes: Any) -> ModelConfig:
+def config_of(**changes):
     return ModelConfig(**(SIZES | {"latent_attention": LATENT} | changes))
 
 
-def theirs_of(config: ModelConfig, **changes: Any) -> DeepseekV3Attention:
+def theirs_of(config, **changes):
     latent = config.latent_attention
     assert latent is not None
     keys = {
@@ -67,7 +63,7 @@ def theirs_of(config: ModelConfig, **changes: Any) -> DeepseekV3Attention:
     return theirs
 
 
-def weights_of(theirs: DeepseekV3Attention, latent: LatentSizes) -> dict[str, Tensor]:
+def weights_of(theirs, latent):
     """Return their weights by our names, each rotated part in the order of halves."""
     given = {name: weight.detach().clone() for name, weight in theirs.state_dict().items()}
     if theirs.config.rope_interleave:
@@ -94,7 +90,7 @@ def weights_of(theirs: DeepseekV3Attention, latent: LatentSizes) -> dict[str, Te
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_outputs_are_those_of_deepseek_v3(case: str) -> None:
+def test_the_outputs_are_those_of_deepseek_v3(case):
     torch.manual_seed(0)
     changes, their_changes = CASES[case]
     config = config_of(**changes)
@@ -114,7 +110,7 @@ def test_the_outputs_are_those_of_deepseek_v3(case: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_a_cache_gives_the_logits_of_the_whole_text(dtype: torch.dtype) -> None:
+def test_a_cache_gives_the_logits_of_the_whole_text(dtype):
     torch.manual_seed(0)
     model = Transformer(config_of(init_std=0.3)).to(dtype).eval()
     tokens, cache = torch.randint(61, (3, 12)), KeyValueCache(2, 12)
@@ -126,7 +122,7 @@ def test_a_cache_gives_the_logits_of_the_whole_text(dtype: torch.dtype) -> None:
             assert float((last[:, 0] - whole[:, end - 1]).abs().max()) <= bound
 
 
-def test_packed_documents_are_those_alone() -> None:
+def test_packed_documents_are_those_alone():
     torch.manual_seed(0)
     model = Transformer(config_of(init_std=0.3)).double()
     tokens, positions = torch.randint(61, (1, 24)), torch.cat((torch.arange(9), torch.arange(15)))[None]
@@ -136,11 +132,11 @@ def test_packed_documents_are_those_alone() -> None:
         assert not torch.allclose(model(tokens), alone, rtol=0, atol=1e-2)
 
 
-def test_unrotated_layers_and_learned_positions_turn_nothing() -> None:
+def test_unrotated_layers_and_learned_positions_turn_nothing():
     for changes in ({"position": "learned"}, {"unrotated_layers": (0, 1)}):
         torch.manual_seed(0)
         model = Transformer(config_of(**changes, init_std=0.3)).double()
-        attention: Any = model.blocks[0].attention
+        attention = model.blocks[0].attention
         x = torch.randn(1, 24, 32, dtype=torch.float64)
         rotary = None if model.rotary is None else model.rotary(24)
         # Without positions the order of earlier tokens does not matter to the last one.
@@ -150,7 +146,7 @@ def test_unrotated_layers_and_learned_positions_turn_nothing() -> None:
 
 
 @pytest.mark.parametrize("query_rank", [None, 20])
-def test_parameters_and_operations_are_those_counted_by_hand(query_rank: int | None) -> None:
+def test_parameters_and_operations_are_those_counted_by_hand(query_rank):
     config = config_of(latent_attention=LATENT | {"query_rank": query_rank}, tie_embeddings=False)
     query = 32 * 48 if query_rank is None else 32 * 20 + 20 * 48
     block = query + 32 * (12 + 4) + 12 * 4 * (8 + 10) + 40 * 32 + 3 * 32 * 128
@@ -161,7 +157,7 @@ def test_parameters_and_operations_are_those_counted_by_hand(query_rank: int | N
     assert sum(table.nbytes for table in Transformer(config).buffers()) == 4 * 24 * 4
 
 
-def test_a_compiled_block_computes_the_same() -> None:
+def test_a_compiled_block_computes_the_same():
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = Transformer(config_of(recompute="selective", num_layers=1))
@@ -173,14 +169,14 @@ def test_a_compiled_block_computes_the_same() -> None:
     torch._dynamo.reset()
 
 
-def latent_job(**changes: Any) -> dict[str, Any]:
+def latent_job(**changes):
     return changed(model={"latent_attention": {**LATENT, "query_rank": 20}, **changes})
 
 
 @pytest.mark.parametrize(
     ("key", "value"), [("num_kv_heads", 1), ("head_dim", 8), ("rotary_dim", 4), ("qk_norm", True), ("qkv_bias", False)]
 )
-def test_keys_of_the_other_attention_are_refused_beside_it(key: str, value: object) -> None:
+def test_keys_of_the_other_attention_are_refused_beside_it(key, value):
     shown = str(value).lower()
     said = f"model.{key}: got {shown}, but [model.latent_attention] has no such thing; leave {key} or"
     (problem,) = problems_of(latent_job(**{key: value}))
@@ -189,7 +185,7 @@ def test_keys_of_the_other_attention_are_refused_beside_it(key: str, value: obje
     assert problem.startswith(said)
 
 
-def test_wrong_sizes_are_refused_and_right_ones_need_no_other() -> None:
+def test_wrong_sizes_are_refused_and_right_ones_need_no_other():
     (problem,) = problems_of(latent_job(latent_attention=LATENT | {"rotary_dim": 5}))
     assert problem == (
         "model.latent_attention.rotary_dim: got 5, but rotary positions turn pairs and need an even one; "
@@ -202,6 +198,6 @@ def test_wrong_sizes_are_refused_and_right_ones_need_no_other() -> None:
         config_from_dict(latent_job(latent_attention={key: LATENT[key] for key in [*LATENT][:-1]}))
 
 
-def test_no_format_of_hugging_face_has_it() -> None:
+def test_no_format_of_hugging_face_has_it():
     with pytest.raises(ValueError, match=r"model\.latent_attention is .*kv_rank=12.*, \w+ has None"):
         format_of(config_of())

@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-from torch import Tensor
 
 from megamix.model import decoder as module
 from megamix.model.context import find_documents
@@ -18,7 +17,7 @@ POSITIONS = torch.stack([torch.cat([torch.arange(first, first + n) for first, n 
 TOKENS = torch.randint(VOCAB, (2, SEQ_LEN + 1), generator=torch.Generator().manual_seed(1))
 
 
-def model_of(family: str, shape: str, dtype: torch.dtype = torch.float32) -> Transformer:
+def model_of(family, shape, dtype=torch.float32):
     torch.manual_seed(0)
     model = Transformer(config_of(family, shape), FP16_WIDE)
     for parameter in model.parameters():
@@ -26,7 +25,7 @@ def model_of(family: str, shape: str, dtype: torch.dtype = torch.float32) -> Tra
     return model
 
 
-def alone(model: Transformer, targets: bool = False) -> list[Tensor]:
+def alone(model, targets=False):
     """Return each document's logits, or its summed loss, from a forward over that document alone."""
     results = []
     for tokens, row in zip(TOKENS, ROWS, strict=True):
@@ -43,7 +42,7 @@ def alone(model: Transformer, targets: bool = False) -> list[Tensor]:
     return results
 
 
-def as_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+def as_masks(monkeypatch):
     """Make documents masks, as on a GPU and in compiled code."""
     monkeypatch.setattr(module, "find_documents", lambda positions, as_mask: find_documents(positions, True))
 
@@ -51,9 +50,7 @@ def as_masks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.uncounted
 @pytest.mark.parametrize("masked", [False, True], ids=["by document", "by mask"])
 @pytest.mark.parametrize(("family", "shape"), CASES)
-def test_logits_are_those_of_the_documents_alone(
-    monkeypatch: pytest.MonkeyPatch, family: str, shape: str, masked: bool
-) -> None:
+def test_logits_are_those_of_the_documents_alone(monkeypatch, family, shape, masked):
     model = model_of(family, shape)
     with torch.no_grad():
         want = torch.cat(alone(model))
@@ -70,9 +67,7 @@ def test_logits_are_those_of_the_documents_alone(
 
 @pytest.mark.parametrize("masked", [False, True], ids=["by document", "by mask"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_in_half_as_well_with_the_sum_of_their_losses_and_gradients(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, masked: bool
-) -> None:
+def test_in_half_as_well_with_the_sum_of_their_losses_and_gradients(monkeypatch, dtype, masked):
     model = model_of("qwen3", "grouped", dtype)
     parameters = [*model.parameters()]
     want = sum(alone(model, targets=True), start=torch.zeros(())) / TOKENS[:, 1:].numel()
@@ -87,7 +82,7 @@ def test_in_half_as_well_with_the_sum_of_their_losses_and_gradients(
         assert (one.float() - other.float()).norm() <= 30 * UNIT[dtype] * other.float().norm()
 
 
-def test_sequences_of_one_document_each_are_as_without_positions() -> None:
+def test_sequences_of_one_document_each_are_as_without_positions():
     positions = torch.arange(SEQ_LEN).expand(2, -1)
     assert find_documents(positions, as_mask=False) is None
     model = model_of("llama3", "grouped")
@@ -99,10 +94,10 @@ def test_sequences_of_one_document_each_are_as_without_positions() -> None:
 
 
 @pytest.mark.uncounted
-def test_a_compiled_block_takes_documents_as_a_mask_and_any_packing_with_one_graph() -> None:
+def test_a_compiled_block_takes_documents_as_a_mask_and_any_packing_with_one_graph():
     graphs = []
 
-    def collect(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> object:
+    def collect(graph, inputs):
         graphs.append(graph)
         return graph.forward
 

@@ -1,14 +1,10 @@
 """Recompute gives every gradient the same bits and keeps as many bytes as the formula says."""
 
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
 
 from megamix.config import ModelConfig
 from megamix.live_storage import LiveStorage
-from megamix.model.ops import Ops
 from megamix.model.transformer import Transformer
 from tests.model.kept_bytes import kept_bytes_per_token
 from tests.model.rounding import FP16_WIDE, saved_bytes
@@ -19,7 +15,7 @@ BATCH, SEQ_LEN, VOCAB = 2, 24, 61
 SIZES = {"vocab_size": VOCAB, "seq_len": SEQ_LEN, "hidden_size": 32, "num_layers": 2, "num_heads": 4}
 TOKENS = torch.randint(VOCAB, (BATCH, SEQ_LEN + 1), generator=torch.Generator().manual_seed(1))
 POSITIONS = torch.cat((torch.arange(7), torch.arange(SEQ_LEN - 7))).expand(BATCH, -1)
-FAMILIES: dict[str, dict[str, Any]] = {
+FAMILIES = {
     "gpt2": {"norm": "layernorm", "position": "learned", "activation": "gelu_tanh", "bias": True, "dropout": 0.1},
     "llama": {"num_kv_heads": 2, "ffn_hidden_size": 72},
     "latent": {
@@ -29,7 +25,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def model_of(dtype: torch.dtype, ops: Ops | None = None, **changes: Any) -> Transformer:
+def model_of(dtype, ops=None, **changes):
     torch.manual_seed(0)
     model = Transformer(ModelConfig(**{**SIZES, **changes}), ops)
     for parameter in model.parameters():
@@ -37,7 +33,7 @@ def model_of(dtype: torch.dtype, ops: Ops | None = None, **changes: Any) -> Tran
     return model
 
 
-def gradients(model: Transformer, positions: Tensor | None) -> list[Tensor]:
+def gradients(model, positions):
     torch.manual_seed(7)  # the seed of dropout
     loss = model(TOKENS[:, :-1], TOKENS[:, 1:], positions)
     torch.rand(3)  # a draw in between must not change which elements backward drops again
@@ -48,7 +44,7 @@ def gradients(model: Transformer, positions: Tensor | None) -> list[Tensor]:
 @pytest.mark.parametrize("positions", [None, POSITIONS], ids=["one document", "packed"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_gradients_are_the_same_bits(family: str, dtype: torch.dtype, positions: Tensor | None) -> None:
+def test_gradients_are_the_same_bits(family, dtype, positions):
     plain = gradients(model_of(dtype, FP16_WIDE, **FAMILIES[family]), positions)
     for recompute in ("selective", "full", {"full": 1}):
         again = gradients(model_of(dtype, FP16_WIDE, **FAMILIES[family], recompute=recompute), positions)
@@ -57,12 +53,12 @@ def test_gradients_are_the_same_bits(family: str, dtype: torch.dtype, positions:
 
 
 @pytest.mark.parametrize("first", [2, 0.5])
-def test_blocks_of_the_first_layers_alone_run_again(first: float) -> None:
+def test_blocks_of_the_first_layers_alone_run_again(first):
     model = model_of(torch.float32, num_layers=4, recompute={"full": first})
     runs = [0] * 4
     for layer, block in enumerate(model.blocks):
 
-        def count(*_: Any, layer: int = layer) -> None:
+        def count(*_, layer=layer):
             runs[layer] += 1
 
         block.register_forward_pre_hook(count)
@@ -70,7 +66,7 @@ def test_blocks_of_the_first_layers_alone_run_again(first: float) -> None:
     assert runs == [2, 2, 1, 1]
 
 
-def kept_bytes(num_layers: int, recompute: str, changes: dict[str, Any]) -> int:
+def kept_bytes(num_layers, recompute, changes):
     """Return the bytes that are alive between forward and backward."""
     model = model_of(torch.float16, FP16_WIDE, **{**changes, "num_layers": num_layers, "recompute": recompute})
     with LiveStorage() as storage:
@@ -84,14 +80,14 @@ def kept_bytes(num_layers: int, recompute: str, changes: dict[str, Any]) -> int:
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_block_keeps_the_bytes_of_the_formula(family: str, recompute: str) -> None:
+def test_a_block_keeps_the_bytes_of_the_formula(family, recompute):
     changes = FAMILIES[family]
     two_blocks = kept_bytes(3, recompute, changes) - kept_bytes(1, recompute, changes)
     config = ModelConfig(**{**SIZES, **changes, "recompute": recompute})
     assert two_blocks == 2 * BATCH * SEQ_LEN * kept_bytes_per_token(config)
 
 
-def test_the_bytes_of_llama_8b_by_hand() -> None:
+def test_the_bytes_of_llama_8b_by_hand():
     config = ModelConfig(
         vocab_size=128256, seq_len=8192, hidden_size=4096, num_layers=32, num_heads=32, num_kv_heads=8,
         ffn_hidden_size=14336,
@@ -103,7 +99,7 @@ def test_the_bytes_of_llama_8b_by_hand() -> None:
     assert kept_bytes_per_token(config.model_copy(update={"recompute": "full"})) == 2 * 4096
 
 
-def test_what_is_computed_again_is_freed_when_all_have_used_it_and_serves_a_second_backward() -> None:
+def test_what_is_computed_again_is_freed_when_all_have_used_it_and_serves_a_second_backward():
     model = model_of(torch.float16, FP16_WIDE, recompute="selective", qk_norm=True)
     parameters = [*model.parameters()]
     with LiveStorage() as storage:
@@ -115,7 +111,7 @@ def test_what_is_computed_again_is_freed_when_all_have_used_it_and_serves_a_seco
     assert all(torch.equal(*pair) for pair in zip(once, twice, strict=True))
 
 
-def test_a_compiled_block_keeps_no_more_than_the_formula() -> None:
+def test_a_compiled_block_keeps_no_more_than_the_formula():
     torch._dynamo.reset()
     model = model_of(torch.bfloat16, FP16_WIDE, recompute="selective", num_layers=1)
     # Inductor's choice of what to keep, without its C++.

@@ -4,12 +4,10 @@ graph for all blocks.
 
 import functools
 import math
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from megamix.config import ModelConfig
 from megamix.model.layers import RotaryTable, RotaryTables
@@ -21,23 +19,23 @@ VOCAB, SEQ_LEN = 97, 12
 SIZES = {"vocab_size": VOCAB, "seq_len": SEQ_LEN, "hidden_size": 32, "num_layers": 2, "num_heads": 4}
 
 
-def config_of(**changes: Any) -> ModelConfig:
+def config_of(**changes):
     return ModelConfig(**{**SIZES, **changes})
 
 
-def model_of(dtype: torch.dtype = torch.float32, ops: Ops | None = None, **changes: Any) -> Transformer:
+def model_of(dtype=torch.float32, ops=None, **changes):
     torch.manual_seed(0)
     return cast(Transformer(config_of(**changes), ops), dtype)
 
 
-def cast(model: Transformer, dtype: torch.dtype) -> Transformer:
+def cast(model, dtype):
     """Cast a model as the engine does: other storage for each parameter's data, buffers unchanged."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     return model
 
 
-def batch(num_positions: int = SEQ_LEN) -> tuple[Tensor, Tensor]:
+def batch(num_positions=SEQ_LEN):
     tokens = torch.randint(VOCAB, (3, num_positions + 1), generator=torch.Generator().manual_seed(1))
     return tokens[:, :-1], tokens[:, 1:]
 
@@ -52,9 +50,7 @@ VARIANTS = [
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("changes", VARIANTS)
-def test_every_variant_gives_logits_in_its_dtype_an_fp32_loss_and_all_gradients(
-    changes: dict[str, Any], dtype: torch.dtype
-) -> None:
+def test_every_variant_gives_logits_in_its_dtype_an_fp32_loss_and_all_gradients(changes, dtype):
     model, (tokens, targets) = model_of(dtype, **changes), batch()
     logits = model(tokens)
     assert (logits.dtype, logits.shape) == (dtype, (3, SEQ_LEN, VOCAB))
@@ -72,7 +68,7 @@ def test_every_variant_gives_logits_in_its_dtype_an_fp32_loss_and_all_gradients(
 
 
 @pytest.mark.parametrize("changes", VARIANTS)
-def test_fp16_computed_wide_follows_fp32(changes: dict[str, Any]) -> None:
+def test_fp16_computed_wide_follows_fp32(changes):
     tokens, targets = batch()
     half, full = model_of(torch.float16, FP16_WIDE, **changes), model_of(**changes)
     cast(cast(full, torch.float16), torch.float32)  # the same weights, to the bit
@@ -89,11 +85,11 @@ def test_fp16_computed_wide_follows_fp32(changes: dict[str, Any]) -> None:
         assert (one.grad.float() - other.grad).norm() <= 30 * 2.0**-11 * other.grad.norm(), name
 
 
-def test_the_loss_of_a_new_model_is_that_of_a_uniform_guess() -> None:
+def test_the_loss_of_a_new_model_is_that_of_a_uniform_guess():
     assert model_of()(*batch()).item() == pytest.approx(math.log(VOCAB), abs=0.05)
 
 
-def test_initial_values_follow_the_seed_the_config_and_the_depth() -> None:
+def test_initial_values_follow_the_seed_the_config_and_the_depth():
     model = model_of(hidden_size=256, num_layers=8, bias=True, norm="layernorm", init_std=0.05, position="learned")
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
@@ -112,7 +108,7 @@ def test_initial_values_follow_the_seed_the_config_and_the_depth() -> None:
     assert not torch.equal(model.embedding.weight, again.embedding.weight)
 
 
-def test_a_model_on_the_meta_device_is_filled_by_to_empty_and_reset() -> None:
+def test_a_model_on_the_meta_device_is_filled_by_to_empty_and_reset():
     with torch.device("meta"):
         model = Transformer(config_of())
     model.to_empty(device="cpu")
@@ -121,7 +117,7 @@ def test_a_model_on_the_meta_device_is_filled_by_to_empty_and_reset() -> None:
     assert torch.equal(model(*batch()), model_of()(*batch()))
 
 
-def test_rotary_tables_are_fp32_on_the_meta_device_too() -> None:
+def test_rotary_tables_are_fp32_on_the_meta_device_too():
     torch.set_default_dtype(torch.bfloat16)
     try:
         with torch.device("meta"):
@@ -132,7 +128,7 @@ def test_rotary_tables_are_fp32_on_the_meta_device_too() -> None:
 
 
 @pytest.mark.parametrize("changes", VARIANTS)
-def test_no_position_sees_a_later_one(changes: dict[str, Any]) -> None:
+def test_no_position_sees_a_later_one(changes):
     model, (tokens, _) = model_of(**changes), batch()
     changed = tokens.clone()
     changed[:, 7:] = (changed[:, 7:] + 1) % VOCAB
@@ -142,14 +138,14 @@ def test_no_position_sees_a_later_one(changes: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("position", ["rotary", "learned"])
-def test_the_order_of_earlier_tokens_matters(position: str) -> None:
+def test_the_order_of_earlier_tokens_matters(position):
     # Two layers: with one, attention without positions could not tell orders apart and would still pass.
     model, (tokens, _) = model_of(position=position, init_std=0.2), batch()
     swapped = tokens[:, [1, 0, *range(2, SEQ_LEN)]]
     assert not torch.allclose(model(tokens)[:, -1], model(swapped)[:, -1])
 
 
-def test_rotary_attention_depends_on_distance_and_not_on_place() -> None:
+def test_rotary_attention_depends_on_distance_and_not_on_place():
     model = model_of(num_layers=1, init_std=0.2, seq_len=40)
     assert model.rotary is not None
     x = torch.randn(1, 8, 32)
@@ -160,7 +156,7 @@ def test_rotary_attention_depends_on_distance_and_not_on_place() -> None:
     torch.testing.assert_close(here, there, rtol=1e-4, atol=1e-5)
 
 
-def test_grouped_queries_equal_full_heads_with_repeated_keys_and_values() -> None:
+def test_grouped_queries_equal_full_heads_with_repeated_keys_and_values():
     grouped, full = model_of(num_kv_heads=2), model_of()
     weights = grouped.state_dict()
     for name, weight in weights.items():
@@ -170,7 +166,7 @@ def test_grouped_queries_equal_full_heads_with_repeated_keys_and_values() -> Non
     torch.testing.assert_close(grouped(*batch()), full(*batch()))
 
 
-def test_a_tied_head_is_the_embeddings_parameter_and_adds_both_gradients() -> None:
+def test_a_tied_head_is_the_embeddings_parameter_and_adds_both_gradients():
     tied, untied = model_of(), model_of(tie_embeddings=False)
     assert tied.head.weight is tied.embedding.weight
     assert [name for name, _ in tied.named_parameters() if "head" in name] == []
@@ -183,7 +179,7 @@ def test_a_tied_head_is_the_embeddings_parameter_and_adds_both_gradients() -> No
     torch.testing.assert_close(tied.embedding.weight.grad, both)
 
 
-def test_new_storage_for_a_parameter_is_used_by_the_next_forward() -> None:
+def test_new_storage_for_a_parameter_is_used_by_the_next_forward():
     model = model_of()
     before = model(*batch())
     for parameter in model.parameters():
@@ -194,7 +190,7 @@ def test_new_storage_for_a_parameter_is_used_by_the_next_forward() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_dropout_zeroes_its_share_keeps_the_mean_and_rests_outside_training(dtype: torch.dtype) -> None:
+def test_dropout_zeroes_its_share_keeps_the_mean_and_rests_outside_training(dtype):
     torch.manual_seed(0)
     x = torch.full((1000, 100), 3.0, dtype=dtype)
     dropped = Ops().dropout(x, 0.25)
@@ -207,7 +203,7 @@ def test_dropout_zeroes_its_share_keeps_the_mean_and_rests_outside_training(dtyp
     assert torch.equal(model(tokens), model(tokens))
 
 
-def test_rotary_tables_stay_fp32_whatever_the_model_is_cast_to() -> None:
+def test_rotary_tables_stay_fp32_whatever_the_model_is_cast_to():
     model, fresh = model_of(rope_theta=50.0), model_of(rope_theta=50.0)
     model.half().bfloat16().double()
     assert model.rotary is not None
@@ -220,7 +216,7 @@ def test_rotary_tables_stay_fp32_whatever_the_model_is_cast_to() -> None:
     assert not [name for name in model.state_dict() if "rotary" in name]
 
 
-def test_blocks_are_the_units_and_can_be_recomputed() -> None:
+def test_blocks_are_the_units_and_can_be_recomputed():
     model, (tokens, targets) = model_of(torch.float16, FP16_WIDE), batch()
     assert all(isinstance(block, Block) for block in model.blocks)
     assert len(model.blocks) == 2
@@ -235,12 +231,10 @@ def test_blocks_are_the_units_and_can_be_recomputed() -> None:
 
 @pytest.mark.uncounted
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_one_compiled_graph_serves_all_blocks_and_one_the_loss(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
-) -> None:
-    graphs: list[torch.fx.GraphModule] = []
+def test_one_compiled_graph_serves_all_blocks_and_one_the_loss(monkeypatch, dtype):
+    graphs = []
 
-    def collect(graph: torch.fx.GraphModule, inputs: list[Tensor], **_: object) -> Any:
+    def collect(graph, inputs, **_):
         graphs.append(graph)
         return graph.forward
 
@@ -261,7 +255,7 @@ def test_one_compiled_graph_serves_all_blocks_and_one_the_loss(
     torch._dynamo.reset()
 
 
-def test_a_sequence_longer_than_the_model_is_refused_with_the_way_out() -> None:
+def test_a_sequence_longer_than_the_model_is_refused_with_the_way_out():
     tokens, _ = batch(SEQ_LEN + 1)
     with pytest.raises(ValueError, match=r"13 positions, but model.seq_len is 12: pass at most tokens\[:, -12:\]"):
         model_of()(tokens)
@@ -271,13 +265,10 @@ def test_a_sequence_longer_than_the_model_is_refused_with_the_way_out() -> None:
     ("changes", "message"),
     [
         ({"hidden_size": 30}, "hidden_size: got 30, must divide by num_heads 4; write hidden_size = 32"),
-        (
-            {"hidden_size": 20},
-            "head size of 5, but rotary positions turn pairs and need an even one; write position =",
-        ),
+        ({"hidden_size": 20}, "head size of 5, but rotary positions turn pairs and need an even one; write position ="),
         ({"num_kv_heads": 3}, "num_kv_heads: got 3, must divide num_heads 4; write num_kv_heads = 2"),
     ],
 )
-def test_sizes_that_do_not_divide_are_refused(changes: dict[str, int], message: str) -> None:
+def test_sizes_that_do_not_divide_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         model_of(**changes)

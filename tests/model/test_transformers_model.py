@@ -3,14 +3,11 @@ folder's, begin with transformers' own loss, and go on bit for bit after a stop;
 evaluated, planned and verified. What does not go together is refused before a job.
 """
 
-from __future__ import annotations
-
 import gc
 import itertools
 import json
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 from unittest import mock
 
 import pytest
@@ -22,7 +19,7 @@ from torch.nn.functional import cross_entropy
 from megamix.axes import AXES, AxisKind
 from megamix.builders.data import training_source
 from megamix.cli import main
-from megamix.config import Config, ConfigError, architecture, config_to_toml
+from megamix.config import ConfigError, architecture, config_to_toml
 from megamix.live_storage import LiveStorage
 from megamix.model import transformers_model
 from megamix.model.family import family_of
@@ -34,16 +31,16 @@ from megamix.tools.verify.core.layout import parse_layout
 from megamix.tools.verify.core.table import result_lines
 from megamix.tools.verify.layouts.layout_lines import verify_layout
 from megamix.train.job import run_job
+from tests.builders import run_on_ranks, tiny_job, write_data
 from tests.conftest import FULL
 from tests.model.their_models import KINDS, SEQ_LEN, write_config
-from tests.train.jobs import run_on_ranks, tiny_job, write_data
 
 STEPS, STOP = 4, 2
 LOADED = [*KINDS] if FULL else ["gemma3_text", "qwen3_moe", "olmo2"]  # kinds whose first weights and exports are seen
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("theirs")
     write_data(path / "data")
     for kind in KINDS:
@@ -51,22 +48,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def job(folder: Path, kind: str, run: str, dtype: str = "fp32", **over: dict[str, Any]) -> Config:
+def job(folder, kind, run, dtype="fp32", **over):
     """Return a job of the model in folder/kind."""
-    sections: dict[str, Any] = {
+    sections = {
         "model": {"family": "transformers", "folder": str(folder / kind), "seq_len": SEQ_LEN},
         "precision": {"dtype": dtype, "loss_scale": {"rule": "auto"}},
         "training": {"steps": STEPS, "eval_interval": 0},
         "lr_schedule": {"decay_style": "constant", "warmup_steps": 0},
         "checkpoint": {"folder": str(folder / run), "save_interval": STOP},
-        "metrics": {"log_interval": 1, "tensorboard": False},
+        "metrics": {"log_interval": 1},
     }
     for name, keys in over.items():
         sections[name] = sections.get(name, {}) | keys
     return tiny_job(folder, **sections)
 
 
-def train_all(folder: Path, kinds: list[str], dtype: str) -> None:
+def train_all(folder, kinds, dtype):
     """Train each kind on these ranks to the end, and by two runs that follow one another."""
     for kind in kinds:
         run = f"{kind}-{dtype}"
@@ -75,24 +72,24 @@ def train_all(folder: Path, kinds: list[str], dtype: str) -> None:
             run_on_ranks(job(folder, kind, f"{run}-stopped", dtype, training={"steps": steps}))
 
 
-def weights(folder: Path, run: str) -> dict[str, torch.Tensor]:
+def weights(folder, run):
     return load_file(folder / run / "weights.safetensors")
 
 
-def their_loss(model: Any, tokens: torch.Tensor) -> float:
+def their_loss(model, tokens):
     """Return transformers' own loss of sequences, FP32."""
     logits = model.eval()(input_ids=tokens[:, :-1], use_cache=False).logits.float()
     return float(cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).detach())
 
 
-def first_tokens(folder: Path) -> torch.Tensor:
+def first_tokens(folder):
     """Return the samples of a job's first batch."""
     config = job(folder, "olmo2", "none")
     return torch.from_numpy(training_source(config).read(range(config.training.global_batch_size)).tokens).long()
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
-def test_ten_kinds_train_on_two_ranks_and_go_on_bit_for_bit(run_ranks, folder: Path, dtype: str) -> None:
+def test_ten_kinds_train_on_two_ranks_and_go_on_bit_for_bit(run_ranks, folder, dtype):
     kinds = [*KINDS] if FULL else {"fp16": ["gemma3_text", "opt"], "bf16": ["phi", "qwen3_moe"]}[dtype]
     run_ranks(train_all, 2, folder, kinds, dtype)
     for kind in kinds:
@@ -101,7 +98,7 @@ def test_ten_kinds_train_on_two_ranks_and_go_on_bit_for_bit(run_ranks, folder: P
         assert all(torch.equal(whole[name], stopped[name]) for name in whole), kind
 
 
-def test_a_run_goes_on_by_a_moved_folder_of_another_version_but_not_of_another_model(folder: Path) -> None:
+def test_a_run_goes_on_by_a_moved_folder_of_another_version_but_not_of_another_model(folder):
     run_on_ranks(job(folder, "olmo2", "moving", training={"steps": STOP}))
     keys = json.loads((folder / "olmo2" / "config.json").read_text())
     moved = {"folder": str(write_odd(folder, "olmo2", keys | {"transformers_version": "5.0.1"}))}
@@ -112,7 +109,7 @@ def test_a_run_goes_on_by_a_moved_folder_of_another_version_but_not_of_another_m
         run_on_ranks(job(folder, "olmo2", "moving", model=other))
 
 
-def test_a_job_begins_with_the_folders_weights_and_transformers_own_loss(folder: Path) -> None:
+def test_a_job_begins_with_the_folders_weights_and_transformers_own_loss(folder):
     from transformers import AutoConfig, AutoModelForCausalLM
 
     for kind in LOADED:
@@ -127,7 +124,7 @@ def test_a_job_begins_with_the_folders_weights_and_transformers_own_loss(folder:
         assert got == pytest.approx(want, rel=1e-5), kind
 
 
-def test_an_export_is_what_transformers_loads(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_export_is_what_transformers_loads(folder, capsys):
     from transformers import AutoModelForCausalLM
 
     for kind in LOADED:
@@ -148,7 +145,7 @@ LFM = KINDS["phi"] | {"layer_types": ["conv", "full_attention"], "block_ff_dim":
 
 
 @pytest.mark.parametrize("kind", ["gpt_oss", "opt", "lfm2", "olmo2"])
-def test_packed_documents_need_positions_that_keep_them_apart(folder: Path, kind: str) -> None:
+def test_packed_documents_need_positions_that_keep_them_apart(folder, kind):
     model = {"folder": str(write_odd(folder, "lfm2", LFM))} if kind == "lfm2" else {}
     packed = job(folder, kind, f"{kind}-packed", data={"packing": "documents"}, training={"steps": 1}, model=model)
     if kind == "olmo2":
@@ -158,8 +155,8 @@ def test_packed_documents_need_positions_that_keep_them_apart(folder: Path, kind
             run_on_ranks(packed)
 
 
-def test_the_plan_counts_what_a_model_keeps(folder: Path) -> None:
-    kept = list[int]()
+def test_the_plan_counts_what_a_model_keeps(folder):
+    kept = []
     for recompute in ("none", {"full": 1}, "full"):
         config = job(folder, "gemma3_text", "planned", model={"recompute": recompute}).model
         work = TracedWork(model=config, batch=(2, SEQ_LEN), dtype=torch.float32, machine="cpu")
@@ -177,7 +174,7 @@ def test_the_plan_counts_what_a_model_keeps(folder: Path) -> None:
     assert kept[2] < kept[1] < kept[0]
 
 
-def test_verify_passes_dense_and_mixed_models(run_ranks, folder: Path) -> None:
+def test_verify_passes_dense_and_mixed_models(run_ranks, folder):
     # Not a pool of its own: its ranks would import transformers anew.
     pool = SimpleNamespace(on_gpus=False, call=lambda work, *args: run_ranks(work, 2, *args))
     kinds = [*KINDS] if FULL else ["gemma3_text", "qwen3_moe"]
@@ -193,14 +190,8 @@ def test_verify_passes_dense_and_mixed_models(run_ranks, folder: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "told"),
     [
-        (
-            {"parallelism": {"tp_size": 2}},
-            'parallelism.tp_size: got 2, but family = "transformers" computes by',
-        ),
-        (
-            {"parallelism": {"cp_size": 2}},
-            'parallelism.cp_size: got 2, but family = "transformers" computes by',
-        ),
+        ({"parallelism": {"tp_size": 2}}, 'parallelism.tp_size: got 2, but family = "transformers" computes by'),
+        ({"parallelism": {"cp_size": 2}}, 'parallelism.cp_size: got 2, but family = "transformers" computes by'),
         (
             {"model": {"seq_len": 64}},
             "got 64, but config.json has max_position_embeddings 32; write seq_len = 32, or change",
@@ -214,14 +205,14 @@ def test_verify_passes_dense_and_mixed_models(run_ranks, folder: Path) -> None:
         ({"model": {"config_json": '{"model_type": "t5"}'}}, "model_type 't5' is no text model of its own"),
     ],
 )
-def test_what_does_not_go_together_is_refused_in_a_line(folder: Path, keys: dict[str, Any], told: str) -> None:
+def test_what_does_not_go_together_is_refused_in_a_line(folder, keys, told):
     with pytest.raises(ConfigError) as refused:
         job(folder, "olmo2", "refused", **keys)
     (problem,) = refused.value.problems
     assert told in problem
 
 
-def write_odd(folder: Path, kind: str, keys: dict[str, Any]) -> Path:
+def write_odd(folder, kind, keys):
     """Write a config.json of other keys than a kind's, and return its folder."""
     odd = folder / kind / "odd"
     odd.mkdir(parents=True, exist_ok=True)
@@ -237,9 +228,7 @@ def write_odd(folder: Path, kind: str, keys: dict[str, Any]) -> Path:
         ("mpt", {"max_seq_len": 16}, "model.seq_len: got 32, but config.json has max_seq_len 16; write seq_len = 16"),
     ],
 )
-def test_a_folder_that_does_not_go_with_the_job_is_named(
-    folder: Path, kind: str, keys: dict[str, Any], told: str
-) -> None:
+def test_a_folder_that_does_not_go_with_the_job_is_named(folder, kind, keys, told):
     with pytest.raises(ConfigError) as refused:
         job(folder, "olmo2", "refused", model={"folder": str(write_odd(folder, kind, keys))})
     (problem,) = refused.value.problems
@@ -265,17 +254,13 @@ DEEPSEEK |= {"moe_intermediate_size": 16, "n_group": 2, "topk_group": 1, "first_
         ("olmo2", {"num_hidden_layers": 0}, "num_hidden_layers is 0, and the model has no list of as many blocks"),
     ],
 )
-def test_a_model_that_a_job_cannot_train_right_is_refused(
-    folder: Path, tmp_path: Path, kind: str, keys: dict[str, Any], told: str
-) -> None:
+def test_a_model_that_a_job_cannot_train_right_is_refused(folder, tmp_path, kind, keys, told):
     odd = {"folder": str(write_odd(folder, kind, keys))}
     with pytest.raises(ValueError, match=told):
         run_on_ranks(job(folder, kind, "odd", model=odd, checkpoint={"folder": str(tmp_path)}))
 
 
-def test_a_check_says_what_a_model_is_and_refuses_what_can_be_seen_without_values(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_check_says_what_a_model_is_and_refuses_what_can_be_seen_without_values(folder, capsys):
     write_odd(folder, "deepseek_v3", DEEPSEEK)
     for name, init, want in (
         ("olmo2", "auto", "with drawn weights: {} has none\n  parameters    0.0197 M\n"),
@@ -292,8 +277,8 @@ def test_a_check_says_what_a_model_is_and_refuses_what_can_be_seen_without_value
         assert refused == (2 if init == "folder" or "odd" in name else 0), name
 
 
-def test_a_loss_of_the_router_that_is_not_added_is_told(folder: Path) -> None:
-    told: list[str] = []
+def test_a_loss_of_the_router_that_is_not_added_is_told(folder):
+    told = []
     for asks in (True, False):
         odd = {"folder": str(write_odd(folder, "qwen3_moe", {"output_router_logits": asks}))}
         check(job(folder, "qwen3_moe", "told", model=odd), told.append)
@@ -301,7 +286,7 @@ def test_a_loss_of_the_router_that_is_not_added_is_told(folder: Path) -> None:
     assert "(output_router_logits = true), and a job adds none: its router_aux_loss_coef 0.001 is not read" in line
 
 
-def test_keys_that_name_code_are_not_read_and_no_share_of_units_drops_out() -> None:
+def test_keys_that_name_code_are_not_read_and_no_share_of_units_drops_out():
     keys = {
         "model_type": "olmo2",
         **KINDS["olmo2"],
@@ -320,28 +305,28 @@ def test_keys_that_name_code_are_not_read_and_no_share_of_units_drops_out() -> N
     assert (found.attention_dropout, found.router_jitter_noise) == (0.0, 0.0)
 
 
-def test_a_config_json_is_read_as_transformers_reads_a_file() -> None:
+def test_a_config_json_is_read_as_transformers_reads_a_file():
     keys = {"model_type": "mistral", **KINDS["olmo2"], "vocab_size": 64, "sliding_window": 8}
     assert architecture(json.dumps(keys)).model_type == "mistral"
     assert architecture(json.dumps(keys | {"layer_types": ["full_attention"] * 2})).model_type == "ministral"
 
 
-def test_an_axis_whose_ranks_divide_weights_and_read_different_samples_is_refused(folder: Path) -> None:
+def test_an_axis_whose_ranks_divide_weights_and_read_different_samples_is_refused(folder):
     experts = AxisKind("divided", reads=True)
     with mock.patch.dict(AXES, {"cp": experts}), pytest.raises(ConfigError, match="modules that ranks do not divide"):
         job(folder, "olmo2", "refused", parallelism={"cp_size": 2})
 
 
-def test_the_first_weights_are_let_go_before_training(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[Any] = []  # weak references: torch has no types for them
+def test_the_first_weights_are_let_go_before_training(folder, monkeypatch):
+    made = []  # weak references: torch has no types for them
     first = transformers_model._first_weights
 
-    def noted(*arguments: Any) -> torch.nn.Module:
+    def noted(*arguments):
         model = first(*arguments)
         made.append(StorageWeakRef(next(model.parameters()).untyped_storage()))
         return model
 
-    def memory_line(*_: object) -> str:
+    def memory_line(*_):
         gc.collect()
         (weights,) = made
         return "gone" if weights.expired() else "there"
@@ -354,12 +339,12 @@ def test_the_first_weights_are_let_go_before_training(folder: Path, monkeypatch:
     assert f"begins with drawn weights: {folder / 'olmo2'} has none" in told
 
 
-def test_weights_of_a_folder_without_any_are_refused(folder: Path) -> None:
+def test_weights_of_a_folder_without_any_are_refused(folder):
     with pytest.raises(ValueError, match=r'model.init: got "folder", .* has no \*.safetensors; write init = "random"'):
         run_on_ranks(job(folder, "olmo2", "none", model={"init": "folder"}))
 
 
-def test_weights_that_are_not_those_of_the_config_are_refused(folder: Path) -> None:
+def test_weights_that_are_not_those_of_the_config_are_refused(folder):
     from transformers import AutoConfig, AutoModelForCausalLM
 
     other = write_config(folder / "other", "olmo2", num_hidden_layers=3)
@@ -369,7 +354,7 @@ def test_weights_that_are_not_those_of_the_config_are_refused(folder: Path) -> N
         run_on_ranks(job(folder / "other", "olmo2", "x", data={"train": str(folder / "data/train"), "valid": None}))
 
 
-def test_a_folder_of_pickles_alone_and_a_broken_file_are_refused(folder: Path) -> None:
+def test_a_folder_of_pickles_alone_and_a_broken_file_are_refused(folder):
     pickles = write_config(folder / "pickles", "olmo2")
     (pickles / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(ValueError, match=r"has no \*.safetensors, but pytorch_model.bin, whose reading may run code"):
@@ -379,7 +364,7 @@ def test_a_folder_of_pickles_alone_and_a_broken_file_are_refused(folder: Path) -
         run_on_ranks(job(folder, "olmo2", "x", model={"folder": str(pickles)}))
 
 
-def test_a_parameter_that_gradients_do_not_train_is_named(folder: Path) -> None:
+def test_a_parameter_that_gradients_do_not_train_is_named(folder):
     config = job(folder, "olmo2", "x").model
     with (
         mock.patch.object(transformers_model, "_built", _with_a_frozen_norm(transformers_model._built)),
@@ -393,18 +378,18 @@ class _Noisy(torch.nn.Module):
 
     config = SimpleNamespace(vocab_size=64, model_type="noisy")
 
-    def forward(self, input_ids: torch.Tensor, *, use_cache: bool) -> SimpleNamespace:
+    def forward(self, input_ids, *, use_cache):
         scores = torch.nn.functional.one_hot(input_ids, 64).float()
         return SimpleNamespace(logits=torch.nn.functional.dropout(scores, 0.5, self.training))
 
 
-def test_noise_in_training_is_refused() -> None:
+def test_noise_in_training_is_refused():
     with pytest.raises(ValueError, match="a model of type noisy with this config.json draws noise in training"):
         transformers_model._predicting(_Noisy())
 
 
-def _with_a_frozen_norm(build: Any) -> Any:
-    def built(*given: Any) -> Any:
+def _with_a_frozen_norm(build):
+    def built(*given):
         hf = build(*given)
         hf.model.norm.weight.requires_grad_(False)
         return hf

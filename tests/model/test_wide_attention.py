@@ -5,10 +5,8 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from megamix.model import wide
-from megamix.model.ops import Ops
 from tests.model.rounding import FP16_WIDE, NATIVE, U32, UNIT, assert_rounds_once, forward_and_grads, randn, saved_bytes
 
 BATCH, HEADS, KV_HEADS, POSITIONS, HEAD_DIM = 2, 4, 2, 40, 16
@@ -16,12 +14,12 @@ BATCH, HEADS, KV_HEADS, POSITIONS, HEAD_DIM = 2, 4, 2, 40, 16
 KERNEL = 2.0**-18
 
 
-def heads(num_heads: int, seed: int) -> Tensor:
+def heads(num_heads, seed):
     """Return FP16 (B, heads, T, head_dim), strided as a transposed projection is."""
     return randn(BATCH, POSITIONS, num_heads, HEAD_DIM, seed=seed).transpose(1, 2)
 
 
-def plain_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def plain_attention(query, key, value):
     """Return attention by the textbook's formula, in the inputs' dtype."""
     group = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
@@ -31,7 +29,7 @@ def plain_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("kv_heads", [HEADS, KV_HEADS, 1])
-def test_attention_stays_within_the_bound_of_its_rounded_output(kv_heads: int) -> None:
+def test_attention_stays_within_the_bound_of_its_rounded_output(kv_heads):
     inputs = [heads(HEADS, 0), heads(kv_heads, 1), heads(kv_heads, 2)]
     got = forward_and_grads(FP16_WIDE.attention, inputs)
     exact = forward_and_grads(plain_attention, [x.double() for x in inputs])
@@ -60,13 +58,13 @@ def test_attention_stays_within_the_bound_of_its_rounded_output(kv_heads: int) -
         assert_rounds_once(result, truth, slack + 2 * U32 * group * truth.abs())
 
 
-def test_attention_is_the_fp32_kernel_rounded_once() -> None:
+def test_attention_is_the_fp32_kernel_rounded_once():
     query, key, value = heads(HEADS, 0), heads(HEADS, 1), heads(HEADS, 2)
     fp32 = F.scaled_dot_product_attention(query.float(), key.float(), value.float(), is_causal=True)
     assert torch.equal(FP16_WIDE.attention(query, key, value), fp32.half())
 
 
-def test_no_position_sees_a_later_one() -> None:
+def test_no_position_sees_a_later_one():
     query, key, value = heads(HEADS, 0), heads(KV_HEADS, 1), heads(KV_HEADS, 2)
     before = FP16_WIDE.attention(query, key, value)
     key[:, :, 30:] = 7.0
@@ -76,7 +74,7 @@ def test_no_position_sees_a_later_one() -> None:
     assert not torch.equal(before[:, :, 30:], after[:, :, 30:])
 
 
-def test_attention_keeps_half_tensors_and_the_logsumexp_alone() -> None:
+def test_attention_keeps_half_tensors_and_the_logsumexp_alone():
     leaves = [heads(HEADS, 0), heads(KV_HEADS, 1), heads(KV_HEADS, 2)]
     with saved_bytes() as kept:
         FP16_WIDE.attention(*(x.requires_grad_() for x in leaves))
@@ -85,9 +83,7 @@ def test_attention_keeps_half_tensors_and_the_logsumexp_alone() -> None:
 
 
 @pytest.mark.parametrize("kv_heads", [HEADS, KV_HEADS])
-def test_a_torch_without_the_private_operators_gives_the_same_within_a_unit(
-    monkeypatch: pytest.MonkeyPatch, kv_heads: int
-) -> None:
+def test_a_torch_without_the_private_operators_gives_the_same_within_a_unit(monkeypatch, kv_heads):
     inputs = [heads(HEADS, 0), heads(kv_heads, 1), heads(kv_heads, 2)]
     with_operators = forward_and_grads(FP16_WIDE.attention, inputs)
     monkeypatch.setattr(wide, "FLASH", "_an_operator_that_was_removed")
@@ -98,12 +94,12 @@ def test_a_torch_without_the_private_operators_gives_the_same_within_a_unit(
         assert (one - other).float().norm() <= 2 * UNIT[torch.float16] * other.float().norm()
 
 
-def tables(theta: float = 100.0) -> tuple[Tensor, Tensor]:
+def tables(theta=100.0):
     angles = torch.arange(POSITIONS)[:, None] * theta ** (-torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)
     return angles.cos(), angles.sin()
 
 
-def test_rotary_stays_within_a_few_units_of_fp32() -> None:
+def test_rotary_stays_within_a_few_units_of_fp32():
     cos, sin = tables()
     x = randn(BATCH, POSITIONS, HEADS, HEAD_DIM)
     got = forward_and_grads(lambda x: FP16_WIDE.rotary(x, cos, sin), [x])
@@ -116,7 +112,7 @@ def test_rotary_stays_within_a_few_units_of_fp32() -> None:
     assert gap.abs().max() <= 8 * 2.0**-53 * x.double().abs().max()
 
 
-def rotate_as_complex_numbers(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate_as_complex_numbers(x, cos, sin):
     first, second = x.chunk(2, -1)
     turned = torch.complex(first, second) * torch.complex(cos.double(), sin.double()).unsqueeze(-2)
     return torch.cat((turned.real, turned.imag), -1)
@@ -124,7 +120,7 @@ def rotate_as_complex_numbers(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("ops", [FP16_WIDE, NATIVE], ids=["wide", "native"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_rotary_turns_pairs_by_their_angle_in_every_dtype(ops: Ops, dtype: torch.dtype) -> None:
+def test_rotary_turns_pairs_by_their_angle_in_every_dtype(ops, dtype):
     cos, sin = tables()
     x = randn(BATCH, POSITIONS, HEADS, HEAD_DIM, dtype=dtype)
     got, exact = ops.rotary(x, cos, sin), rotate_as_complex_numbers(x.double(), cos, sin)

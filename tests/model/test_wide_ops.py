@@ -1,30 +1,19 @@
 """Half operations computed wide round FP32 results once and keep half tensors."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from megamix.machine import CPU_HALVES, half_units, native_halves
 from megamix.model import ops, wide
-from tests.model.rounding import (
-    ALL_WIDE,
-    NATIVE,
-    U32,
-    assert_rounds_once,
-    forward_and_grads,
-    randn,
-    saved_bytes,
-)
+from tests.model.rounding import ALL_WIDE, NATIVE, U32, assert_rounds_once, forward_and_grads, randn, saved_bytes
 
 HIDDEN, FFN, ROWS = 48, 64, 24
 EPS = 1e-5
 TOKENS = torch.randint(7, (ROWS,), generator=torch.Generator().manual_seed(3))
 
 # name: (wide operation, the same in torch, its inputs)
-CASES: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], list[Tensor]]] = {
+CASES = {
     "linear": (
         lambda x, w: ALL_WIDE.linear(x, w, None),
         F.linear,
@@ -35,11 +24,7 @@ CASES: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], list[Tensor
         F.linear,
         [randn(ROWS, HIDDEN), randn(FFN, HIDDEN, seed=1), randn(FFN, seed=2)],
     ),
-    "embedding": (
-        lambda w: ALL_WIDE.embedding(TOKENS, w),
-        lambda w: F.embedding(TOKENS, w),
-        [randn(7, HIDDEN)],
-    ),
+    "embedding": (lambda w: ALL_WIDE.embedding(TOKENS, w), lambda w: F.embedding(TOKENS, w), [randn(7, HIDDEN)]),
     "rms_norm": (
         lambda x, w: ALL_WIDE.rms_norm(x, w, EPS),
         lambda x, w: F.rms_norm(x, w.shape, w, EPS),
@@ -55,11 +40,7 @@ CASES: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], list[Tensor
         lambda x, w: F.layer_norm(x, w.shape, w, None, EPS),
         [randn(ROWS, HIDDEN), randn(HIDDEN, seed=1)],
     ),
-    "swiglu": (
-        ALL_WIDE.swiglu,
-        lambda gate, up: F.silu(gate) * up,
-        [randn(ROWS, FFN), randn(ROWS, FFN, seed=1)],
-    ),
+    "swiglu": (ALL_WIDE.swiglu, lambda gate, up: F.silu(gate) * up, [randn(ROWS, FFN), randn(ROWS, FFN, seed=1)]),
     "gelu": (ALL_WIDE.gelu, F.gelu, [randn(ROWS, FFN)]),
 }
 
@@ -69,7 +50,7 @@ HALVES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 
 @HALVES
 @pytest.mark.parametrize("case", CASES)
-def test_forward_is_the_fp32_result_rounded_once(case: str, dtype: torch.dtype) -> None:
+def test_forward_is_the_fp32_result_rounded_once(case, dtype):
     wide_op, plain_op, inputs = CASES[case]
     inputs = [x.to(dtype) for x in inputs]
     assert torch.equal(wide_op(*inputs), plain_op(*(x.float() for x in inputs)).to(dtype))
@@ -77,7 +58,7 @@ def test_forward_is_the_fp32_result_rounded_once(case: str, dtype: torch.dtype) 
 
 @HALVES
 @pytest.mark.parametrize("case", CASES)
-def test_backward_is_fp32_autograd_rounded_once(case: str, dtype: torch.dtype) -> None:
+def test_backward_is_fp32_autograd_rounded_once(case, dtype):
     wide_op, plain_op, inputs = CASES[case]
     inputs = [x.to(dtype) for x in inputs]
     got = forward_and_grads(wide_op, inputs)[1:]
@@ -94,18 +75,18 @@ def test_backward_is_fp32_autograd_rounded_once(case: str, dtype: torch.dtype) -
             assert torch.equal(wide_grad, fp32_grad.to(dtype))
 
 
-def fp64(case: str) -> tuple[list[Tensor], list[Tensor]]:
+def fp64(case):
     """Return the wide results of a case, and the exact ones."""
     wide_op, plain_op, inputs = CASES[case]
     return forward_and_grads(wide_op, inputs), forward_and_grads(plain_op, [x.double() for x in inputs])
 
 
-def out_grad(*shape: int) -> Tensor:
+def out_grad(*shape):
     """Return the FP64 absolute value of the gradient that forward_and_grads sends back."""
     return randn(*shape, seed=99).double().abs()
 
 
-def test_linear_stays_within_the_bound_of_fp32_dot_products() -> None:
+def test_linear_stays_within_the_bound_of_fp32_dot_products():
     got, exact = fp64("linear with bias")
     x, w, b = (t.double().abs() for t in CASES["linear with bias"][2])
     grad = out_grad(ROWS, FFN)
@@ -115,7 +96,7 @@ def test_linear_stays_within_the_bound_of_fp32_dot_products() -> None:
         assert_rounds_once(result, truth, terms * U32 * absolute)
 
 
-def test_rms_norm_stays_within_the_bound_of_fp32_statistics() -> None:
+def test_rms_norm_stays_within_the_bound_of_fp32_statistics():
     got, exact = fp64("rms_norm")
     x, w = (t.double() for t in CASES["rms_norm"][2])
     rstd = (x.square().mean(-1, keepdim=True) + EPS).rsqrt()
@@ -129,7 +110,7 @@ def test_rms_norm_stays_within_the_bound_of_fp32_statistics() -> None:
     assert_rounds_once(got[2], exact[2], (statistic + 2 * ROWS * U32) * (grad * normed).sum((0, 1)))
 
 
-def test_layer_norm_stays_within_the_bound_of_fp32_statistics() -> None:
+def test_layer_norm_stays_within_the_bound_of_fp32_statistics():
     got, exact = fp64("layer_norm")
     x, w, b = (t.double() for t in CASES["layer_norm"][2])
     rstd = (x.var(-1, keepdim=True, unbiased=False) + EPS).rsqrt()
@@ -145,7 +126,7 @@ def test_layer_norm_stays_within_the_bound_of_fp32_statistics() -> None:
     assert_rounds_once(got[3], exact[3], 2 * ROWS * U32 * grad.sum((0, 1)))
 
 
-def test_activations_stay_within_a_few_units_of_fp32() -> None:
+def test_activations_stay_within_a_few_units_of_fp32():
     got, exact = fp64("swiglu")
     gate, up = (t.double().abs() for t in CASES["swiglu"][2])
     grad, few = out_grad(ROWS, FFN), 16 * U32
@@ -158,7 +139,7 @@ def test_activations_stay_within_a_few_units_of_fp32() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_a_token_seen_2000_times_gets_all_its_gradient(dtype: torch.dtype) -> None:
+def test_a_token_seen_2000_times_gets_all_its_gradient(dtype):
     weight = torch.zeros(2, 4, dtype=dtype, requires_grad=True)
     out = ALL_WIDE.embedding(torch.zeros(2000, dtype=torch.int64), weight)
     (grad_weight,) = torch.autograd.grad(out, weight, torch.full((2000, 4), 0.25, dtype=dtype))
@@ -167,7 +148,7 @@ def test_a_token_seen_2000_times_gets_all_its_gradient(dtype: torch.dtype) -> No
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("case", ["rms_norm", "layer_norm"])
-def test_norms_keep_their_statistics_in_fp32_in_every_half_dtype(case: str, dtype: torch.dtype) -> None:
+def test_norms_keep_their_statistics_in_fp32_in_every_half_dtype(case, dtype):
     wide_op, plain_op, inputs = CASES[case]
     inputs = [x.to(dtype) for x in inputs]
     assert torch.equal(wide_op(*inputs), plain_op(*(x.float() for x in inputs)).to(dtype))
@@ -177,7 +158,7 @@ def test_norms_keep_their_statistics_in_fp32_in_every_half_dtype(case: str, dtyp
     assert kept[torch.float32] == 4 * num_statistics * 2 * ROWS
 
 
-def test_products_too_large_for_one_slice_are_cut_without_cutting_a_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_too_large_for_one_slice_are_cut_without_cutting_a_sum(monkeypatch):
     # Small whole numbers: every sum is exact in FP32, so any cut has to give the same bits.
     x, w, b = ((4 * randn(*shape, seed=seed)).round() for seed, shape in enumerate([(50, 16), (24, 16), (24,)]))
     want = forward_and_grads(lambda x, w, b: F.linear(x, w, b), [t.double() for t in (x, w, b)])
@@ -195,7 +176,7 @@ def test_products_too_large_for_one_slice_are_cut_without_cutting_a_sum(monkeypa
         assert_rounds_once(result, truth, 50 * U32 * absolute)
 
 
-def test_gradients_nobody_asked_for_are_not_computed() -> None:
+def test_gradients_nobody_asked_for_are_not_computed():
     x, w, b = randn(4, 8), randn(8, 8, seed=1), randn(8, seed=2)
     for wanted in (x, w, b):
         leaves = [t.clone().requires_grad_(t is wanted) for t in (x, w, b)]
@@ -203,7 +184,7 @@ def test_gradients_nobody_asked_for_are_not_computed() -> None:
         assert [leaf.grad is not None for leaf in leaves] == [t is wanted for t in (x, w, b)]
 
 
-def test_values_beyond_the_range_of_fp16_become_inf_as_on_a_gpu() -> None:
+def test_values_beyond_the_range_of_fp16_become_inf_as_on_a_gpu():
     big = torch.full((1, 64), 60_000.0, dtype=torch.float16)
     assert torch.equal(ALL_WIDE.linear(big, -torch.ones(1, 64).half(), None), torch.full((1, 1), -torch.inf).half())
     assert torch.isposinf(ALL_WIDE.swiglu(big, big)).all()
@@ -220,7 +201,7 @@ def test_values_beyond_the_range_of_fp16_become_inf_as_on_a_gpu() -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_backward_keeps_half_tensors_and_no_fp32_copy_of_them(case: str) -> None:
+def test_backward_keeps_half_tensors_and_no_fp32_copy_of_them(case):
     wide_op, _, inputs = CASES[case]
     leaves = [x.detach().clone().requires_grad_() for x in inputs]
     with saved_bytes() as kept:
@@ -230,7 +211,7 @@ def test_backward_keeps_half_tensors_and_no_fp32_copy_of_them(case: str) -> None
 
 
 @pytest.mark.parametrize("native", [set(), {torch.float16}, {torch.bfloat16}, {torch.float16, torch.bfloat16}])
-def test_only_half_tensors_of_a_cpu_are_widened_where_it_lacks_arithmetic(native: set[torch.dtype]) -> None:
+def test_only_half_tensors_of_a_cpu_are_widened_where_it_lacks_arithmetic(native):
     x, w = randn(4, 8, dtype=torch.float32), randn(8, 8, seed=1, dtype=torch.float32)
     own = ops.Ops(native=frozenset(native))
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
@@ -242,7 +223,7 @@ def test_only_half_tensors_of_a_cpu_are_widened_where_it_lacks_arithmetic(native
         assert node_of(own.linear(leaf.to("meta"), weight.to("meta"), None)) == "MmBackward0"
 
 
-def node_of(x: Tensor) -> str:
+def node_of(x):
     assert x.grad_fn is not None
     return type(x.grad_fn).__name__
 
@@ -261,9 +242,7 @@ def node_of(x: Tensor) -> str:
         ({"avx2": True, "avx512_bf16": False}, set()),
     ],
 )
-def test_the_machine_decides_how_halves_are_multiplied(
-    monkeypatch: pytest.MonkeyPatch, capabilities: dict[str, bool], native: set[torch.dtype]
-) -> None:
+def test_the_machine_decides_how_halves_are_multiplied(monkeypatch, capabilities, native):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
     monkeypatch.delenv(CPU_HALVES, raising=False)
     half_units.cache_clear()
@@ -274,16 +253,14 @@ def test_the_machine_decides_how_halves_are_multiplied(
         half_units.cache_clear()  # the patched machine's answer must not outlive the patch
 
 
-@pytest.mark.parametrize(("way", "native"), [("native", {torch.float16, torch.bfloat16}), ("wide", set[torch.dtype]())])
-def test_one_variable_says_how_a_cpu_computes_halves(
-    monkeypatch: pytest.MonkeyPatch, way: str, native: set[torch.dtype]
-) -> None:
+@pytest.mark.parametrize(("way", "native"), [("native", {torch.float16, torch.bfloat16}), ("wide", set())])
+def test_one_variable_says_how_a_cpu_computes_halves(monkeypatch, way, native):
     monkeypatch.setenv(CPU_HALVES, way)
     assert native_halves() == native
     assert ops.Ops().native == native
 
 
-def test_any_other_way_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_other_way_is_refused(monkeypatch):
     monkeypatch.setenv(CPU_HALVES, "fast")
     with pytest.raises(ValueError, match=r"MEGAMIX_CPU_HALVES: got 'fast', must be \"native\" or \"wide\"; unset it"):
         ops.Ops()

@@ -2,15 +2,12 @@
 generation and with a GPU's kernels.
 """
 
-from __future__ import annotations
-
 import math
 from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from megamix.config import ModelConfig
 from megamix.data.loader import IGNORE
@@ -26,7 +23,7 @@ SIZES = {"vocab_size": 32, "seq_len": T, "hidden_size": 32, "num_layers": 2, "nu
 LENGTHS = (3, 9, 12)
 
 
-def _attention(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, cap: float) -> Tensor:
+def _attention(query, key, value, seen, cap):
     """Return attention by its definition."""
     key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
     scores = query @ key.mT / math.sqrt(query.shape[-1])
@@ -34,7 +31,7 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, cap: flo
     return scores.masked_fill(~seen, -math.inf).softmax(-1) @ value
 
 
-def _documents(*, packed: bool) -> tuple[Documents | None, Tensor]:
+def _documents(*, packed):
     """Return documents, and each position's own."""
     if not packed:
         return None, torch.zeros(T)
@@ -43,7 +40,7 @@ def _documents(*, packed: bool) -> tuple[Documents | None, Tensor]:
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("rule", [AttentionRule(5), AttentionRule(1), AttentionRule(0, 2.0), AttentionRule(7, 2.0)])
-def test_attention_is_its_equation_with_its_gradients(rule: AttentionRule, packed: bool) -> None:
+def test_attention_is_its_equation_with_its_gradients(rule, packed):
     generator = torch.Generator().manual_seed(1)
     leaves = [
         torch.randn(1, heads, T, 8, dtype=torch.float64, generator=generator).requires_grad_() for heads in (4, 2, 2)
@@ -64,7 +61,7 @@ def test_attention_is_its_equation_with_its_gradients(rule: AttentionRule, packe
 
 
 @pytest.mark.parametrize("more", [{"windows": [5, 0]}, {"windows": [5], "attention_softcap": 2.0}])
-def test_a_document_is_alone_in_a_packed_sequence_and_in_generation(more: dict[str, object]) -> None:
+def test_a_document_is_alone_in_a_packed_sequence_and_in_generation(more):
     torch.manual_seed(0)
     model = Transformer(ModelConfig(**SIZES, **more))
     tokens = torch.randint(32, (1, T))
@@ -78,7 +75,7 @@ def test_a_document_is_alone_in_a_packed_sequence_and_in_generation(more: dict[s
         torch.testing.assert_close(torch.cat(steps, 1), alone[:, 5:], rtol=128 * U32, atol=128 * U32)
 
 
-def test_a_gpu_s_kernels_get_the_window() -> None:
+def test_a_gpu_s_kernels_get_the_window():
     """On a GPU in half, whole sequences with windows are borders, too."""
     torch.manual_seed(0)
     model = Transformer(ModelConfig(**SIZES, windows=[5, 0])).bfloat16()
@@ -97,7 +94,7 @@ def test_a_gpu_s_kernels_get_the_window() -> None:
 
 
 @pytest.mark.parametrize(("cap", "z_loss"), [(2.0, 0.0), (None, 0.05), (2.0, 0.05)])
-def test_the_loss_is_its_equation_with_its_gradients(cap: float | None, z_loss: float) -> None:
+def test_the_loss_is_its_equation_with_its_gradients(cap, z_loss):
     torch.manual_seed(0)
     model = Transformer(ModelConfig(**SIZES, tie_embeddings=False, logit_softcap=cap, z_loss=z_loss, init_std=0.5))
     tokens, targets = torch.randint(32, (2, 2, T))
@@ -122,7 +119,7 @@ def test_the_loss_is_its_equation_with_its_gradients(cap: float | None, z_loss: 
 
 @pytest.mark.uncounted
 @torch._dynamo.config.patch(recompile_limit=8)
-def test_each_kind_of_layer_has_room_for_its_compiled_graphs() -> None:
+def test_each_kind_of_layer_has_room_for_its_compiled_graphs():
     """Dynamo counts the graphs of all blocks together, and leaves those beyond its limit uncompiled."""
     Transformer(ModelConfig(**SIZES, compile=True))
     assert torch._dynamo.config.recompile_limit == 8
@@ -131,7 +128,7 @@ def test_each_kind_of_layer_has_room_for_its_compiled_graphs() -> None:
 
 
 @pytest.mark.parametrize("activation", ["geglu", "relu2"])
-def test_a_gate_and_the_activations_are_their_equations(activation: str) -> None:
+def test_a_gate_and_the_activations_are_their_equations(activation):
     torch.manual_seed(0)
     model = Transformer(ModelConfig(**SIZES, attention_gate=True, activation=activation, init_std=0.3)).double()
     block = model.blocks[0]
@@ -140,7 +137,7 @@ def test_a_gate_and_the_activations_are_their_equations(activation: str) -> None
     inner = part.up(x).relu().square() if part.gate is None else F.gelu(part.gate(x), approximate="tanh") * part.up(x)
     torch.testing.assert_close(part(x), part.down(inner), rtol=1e-12, atol=1e-12)
     attention = block.attention
-    seen: list[Tensor] = []
+    seen = []
     attention.out.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
     attention(x, rotary, None, None)
     gate, attention.gate = attention.gate, None

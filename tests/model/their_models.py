@@ -1,19 +1,14 @@
 """Tiny models of transformers: for each kind the keys of its config.json beside the common ones."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 VOCAB, SEQ_LEN = 64, 32
 
-_SIZES: dict[str, Any] = {
+_SIZES = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": SEQ_LEN,
 }  # fmt: skip
 _SLIDING = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
 _OLD = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-KINDS: dict[str, dict[str, Any]] = {
+KINDS = {
     "gemma3_text": _SIZES | _SLIDING,
     "gpt_oss": _SIZES | _SLIDING | {"num_local_experts": 4, "num_experts_per_tok": 2, "rope_scaling": None},
     "phi": _SIZES,
@@ -27,7 +22,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def write_config(folder: Path, kind: str, **keys: Any) -> Path:
+def write_config(folder, kind, **keys):
     """Write a config.json into folder/kind, and return that folder."""
     from transformers import AutoConfig
 

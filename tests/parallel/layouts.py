@@ -1,19 +1,16 @@
 """A few steps of a small model on any mesh, and the differences from one process: for tests of layouts."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megamix import AdamW, Optimizer, Precision, ShardedEngine, Sharding, StaticLossScale
+from megamix import AdamW, Precision, ShardedEngine, Sharding, StaticLossScale
 from megamix.comm.topology import Topology
 from megamix.config import ModelConfig, ParallelismConfig
 from megamix.mixed_precision.flat_layout import ParamSpec
-from megamix.model.transformer import Transformer
 from megamix.parallel.build import build_model, drawn
 from megamix.tools.verify.core.observed_step import rank_device
 
@@ -44,25 +41,25 @@ class Case:
     clip_grad: float = 0.05
     bucket_size: int | None = 3000  # several buckets of either kind
 
-    def __str__(self) -> str:
+    def __str__(self):
         changed = {key: value for key, value in asdict(self).items() if value != getattr(Case, key)}
         return " ".join(f"{key}={value}" for key, value in changed.items())
 
     @property
-    def world_size(self) -> int:
+    def world_size(self):
         return self.dp_size * self.cp_size * self.tp_size
 
     @property
-    def alone(self) -> Case:
+    def alone(self):
         """Return the case with the same samples in one process, in the same micro-batches."""
         accumulation = self.grad_accum_steps * self.dp_size
         return replace(self, dp_size=1, cp_size=1, tp_size=1, grad_accum_steps=accumulation, bucket_size=None)
 
-    def parallelism(self) -> ParallelismConfig:
+    def parallelism(self):
         return ParallelismConfig(sequence_parallel=self.sequence_parallel)
 
-    def config(self) -> ModelConfig:
-        kind: dict[str, Any] = GPT if self.model == "gpt" else LLAMA
+    def config(self):
+        kind = GPT if self.model == "gpt" else LLAMA
         return ModelConfig(
             vocab_size=VOCAB, seq_len=SEQ_LEN, hidden_size=48, num_layers=2, num_heads=4, tie_embeddings=self.tied,
             dropout=self.dropout, recompute=self.recompute, **kind,
@@ -87,7 +84,7 @@ class Outcome:
     owned: dict[str, list[Owned]] = field(default_factory=dict)
 
 
-def build(case: Case, optimizer: Optimizer = OPTIMIZER) -> tuple[Transformer, ShardedEngine]:
+def build(case, optimizer=OPTIMIZER):
     topology = Topology.connect(cp=case.cp_size, tp=case.tp_size)
     device = rank_device()
     model, placements = build_model(case.config(), case.parallelism(), topology, device)
@@ -101,7 +98,7 @@ def build(case: Case, optimizer: Optimizer = OPTIMIZER) -> tuple[Transformer, Sh
     return model, engine
 
 
-def backward(case: Case, engine: ShardedEngine, step: int) -> None:
+def backward(case, engine, step):
     """Run backward of all micro-batches of one step."""
     for micro_batch in range(case.grad_accum_steps):
         number = engine.topology.dp.rank * case.grad_accum_steps + micro_batch  # the same samples on any mesh
@@ -111,7 +108,7 @@ def backward(case: Case, engine: ShardedEngine, step: int) -> None:
         engine.backward(engine(tokens[:, :-1], tokens[:, 1:]))
 
 
-def train(case: Case, steps: int = STEPS) -> Outcome:
+def train(case, steps=STEPS):
     """Train the case on this rank."""
     _, engine = build(case)
     outcome = Outcome()
@@ -127,7 +124,7 @@ def train(case: Case, steps: int = STEPS) -> Outcome:
     return outcome
 
 
-def gradients(engine: ShardedEngine) -> dict[str, list[Owned]]:
+def gradients(engine):
     """Return the gradients of the last step: summed, without the loss scale, before clipping."""
     scale = engine.loss_scale.loss_scale * engine.grad_accum_steps * engine.topology.dp.size
     found = []
@@ -138,34 +135,34 @@ def gradients(engine: ShardedEngine) -> dict[str, list[Owned]]:
     return {"gradient": found}
 
 
-def states(engine: ShardedEngine) -> dict[str, list[Owned]]:
+def states(engine):
     """Return masters and moments."""
-    found: dict[str, list[Owned]] = {}
+    found = {}
     for owned in engine.owned_ranges():
         for name, values in owned.tensors.items():
             found.setdefault(name, []).append(Owned(owned.spec, owned.start, values.to("cpu", copy=True)))
     return found
 
 
-def contents(engine: ShardedEngine) -> list[Tensor]:
+def contents(engine):
     """Return copies of masters, moments and half parameters: all that an overflow must not change."""
     owned = [one.values for kind in states(engine).values() for one in kind]
     return owned + [bucket.params.clone() for bucket in engine.buckets]
 
 
-def are_equal(some: list[Tensor], others: list[Tensor]) -> bool:
+def are_equal(some, others):
     return all(torch.equal(one, other) for one, other in zip(some, others, strict=True))
 
 
-def with_one_inf(grad: Tensor) -> Tensor:
+def with_one_inf(grad):
     """Return a gradient with inf in its first row: a hook for a parameter."""
     return grad.index_fill(0, torch.tensor([0], device=grad.device), torch.inf)
 
 
-def assemble(ranks: list[list[Owned]]) -> tuple[dict[str, Tensor], list[str]]:
+def assemble(ranks):
     """Return (full tensors by name; the names of those with an element that not exactly one rank owns)."""
-    full: dict[str, Tensor] = {}
-    owners: dict[str, Tensor] = {}
+    full = {}
+    owners = {}
     for spec, start, values in (owned for rank in ranks for owned in rank):
         for target, part in ((full, values), (owners, torch.ones_like(values))):
             block = torch.zeros(spec.numel)
@@ -174,20 +171,20 @@ def assemble(ranks: list[list[Owned]]) -> tuple[dict[str, Tensor], list[str]]:
     return full, [name for name, count in owners.items() if not (count == 1).all()]
 
 
-def run(case: Case, run_ranks: Any) -> list[Outcome]:
+def run(case, run_ranks):
     return [train(case)] if case.world_size == 1 else run_ranks(train, case.world_size, case)
 
 
-def same_everywhere(outcomes: list[Outcome]) -> bool:
+def same_everywhere(outcomes):
     told = [(outcome.losses, outcome.grad_norms, outcome.skipped) for outcome in outcomes]
     return all(other == told[0] for other in told)
 
 
-def world_rank() -> int:
+def world_rank():
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def first_difference(case: Case, outcomes: list[Outcome], alone: Outcome) -> str | None:
+def first_difference(case, outcomes, alone):
     """Return the first difference from one process, by name and size, in the order of the step; None if there is none.
 
     Both round every value of the model's two blocks about 12 times on the way there and 12 on the way back, by up to u
@@ -206,7 +203,7 @@ def first_difference(case: Case, outcomes: list[Outcome], alone: Outcome) -> str
     return next((line for line in told if line is not None), None)
 
 
-def _sizes(case: Case, alone: Outcome) -> list[tuple[str, float]]:
+def _sizes(case, alone):
     """Return for every kind of tensor the size by which its errors are measured, in the order of the step."""
     largest = {kind: max(float(owned.values.abs().max()) for owned in parts) for kind, parts in alone.owned.items()}
     # A square is off by twice as much. The update is at most lr / eps times the first moment, so a master that has been
@@ -216,12 +213,12 @@ def _sizes(case: Case, alone: Outcome) -> list[tuple[str, float]]:
     return [("gradient", largest["gradient"]), ("exp_avg", first), ("exp_avg_sq", 2 * second), ("master", moved)]
 
 
-def _number(what: str, step: int, of: Any, outcome: Outcome, alone: Outcome, bound: float) -> str | None:
+def _number(what, step, of, outcome, alone, bound):
     one, other = of(outcome)[step], of(alone)[step]
     return None if abs(one - other) <= bound * abs(other) else f"{what} of step {step}: {one}, alone {other}"
 
 
-def _tensors(kind: str, outcomes: list[Outcome], alone: Outcome, limit: float) -> str | None:
+def _tensors(kind, outcomes, alone, limit):
     found, shared = assemble([outcome.owned[kind] for outcome in outcomes])
     if shared:
         return f"{kind}: not owned once: {shared}"

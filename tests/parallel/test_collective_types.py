@@ -3,10 +3,6 @@ whether ranks hold the same, parts of a sum or different ones, and whether gradi
 fit, and a wrong border is refused.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -15,7 +11,6 @@ import spmd_types.checker
 import torch
 import torch.distributed as dist
 from spmd_types import I, P, R, S, V, rules
-from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megamix.comm.topology import Topology
@@ -32,14 +27,14 @@ for _function in (wide.SwiGLU, wide.GELU):
 
 
 @pytest.fixture
-def tp() -> Iterator[Any]:
+def tp():
     """The group of two tensor-parallel ranks, of which this process alone is there."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     yield dist.group.WORLD
     dist.destroy_process_group()
 
 
-def _crossing(*, x: Any, there: Callable[..., Tensor], back: Callable[..., Tensor]) -> Any:
+def _crossing(*, x, there, back):
     """Say what a border does to the ranks' tensors, from what its forward is called."""
     group = dist.group.WORLD
     parts = rules.reinterpret(x, group, src=V, dst=P) if there.__name__.startswith("_sum") else x
@@ -52,14 +47,14 @@ def _crossing(*, x: Any, there: Callable[..., Tensor], back: Callable[..., Tenso
     return ways[there.__name__]()
 
 
-def _cross_entropy(*, hidden: Any, weight: Any, targets: Any) -> Any:
+def _cross_entropy(*, hidden, weight, targets):
     """Each rank has some columns, and all add up the same loss."""
     rules.ignore(targets)
     parts = rules.reinterpret(rules.einsum("tk,vk->", hidden, weight), dist.group.WORLD, src=V, dst=P)
     return rules.all_reduce(parts, dist.group.WORLD, src=P, dst=I)
 
 
-def _type_of_loss(family: str, sequence: bool) -> Any:
+def _type_of_loss(family, sequence):
     config = make_config("tp2", family=family, dtype="fp32", model={"seq_len": 16}, sequence_parallel=sequence).model
     section, topology = ParallelismConfig(tp_size=2, sequence_parallel=sequence), Topology.connect(tp=2)
     model, _ = build_model(config, section, topology, torch.device("cpu"))
@@ -83,7 +78,7 @@ def _type_of_loss(family: str, sequence: bool) -> Any:
 
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("family", ["llama", "gpt"])
-def test_the_borders_of_divided_layers_fit(tp: Any, family: str, sequence: bool) -> None:
+def test_the_borders_of_divided_layers_fit(tp, family, sequence):
     assert [*_type_of_loss(family, sequence).values()] == [I]
 
 
@@ -96,6 +91,6 @@ def test_the_borders_of_divided_layers_fit(tp: Any, family: str, sequence: bool)
         ("enter", lambda border, x: border._cross(borders.Crossing, x, borders._same, border._sum), True),
     ],
 )
-def test_a_wrong_border_is_refused(tp: Any, border: str, wrong: Callable[..., Tensor], sequence: bool) -> None:
+def test_a_wrong_border_is_refused(tp, border, wrong, sequence):
     with mock.patch.object(Border, border, wrong), pytest.raises(spmd.types.SpmdTypeError):
         _type_of_loss("llama", sequence)

@@ -2,25 +2,19 @@
 dropout drops the same units, planted bugs are found at the first step; what is kept and sent is what is documented.
 """
 
-from __future__ import annotations
-
 import random
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
 
 from megamix.comm.collectives import Collectives, GlooCollectives, ShapesAlone
 from megamix.comm.topology import Axis, Topology
-from megamix.config import Config, ConfigError, ParallelismConfig, config_from_dict
+from megamix.config import ConfigError, ParallelismConfig, config_from_dict
 from megamix.data.deal import deal_chunks
 from megamix.mixed_precision.step import StepProgress
 from megamix.model import decoder
@@ -37,21 +31,22 @@ from megamix.tools.plan.stand_ins import GpuShapes, with_kernels
 from megamix.tools.verify.core.layout import parse_layout
 from megamix.tools.verify.layouts.judge_steps import judge
 from megamix.tools.verify.layouts.observe import observe
+from tests.builders import tiny_job, write_data
 from tests.config.test_errors import changed
 from tests.conftest import FULL
 from tests.distributed.pipelines import SCHEDULES
 from tests.model.flash import stand_in
-from tests.parallel.layouts import Case, Outcome, first_difference, same_everywhere, train
+from tests.parallel.layouts import Case, first_difference, same_everywhere, train
 from tests.tools.verify.jobs import make_config
-from tests.train.jobs import run_recorded, tiny_job, write_data
 from tests.train.outcome import metrics_of
+from tests.train.recorded import run_recorded
 
 LAYOUTS = {2: ["cp2"], 4: ["cp4", "dp2cp2", "tp2cp2", "tp2cp2sp", "cp2pp2", "replicas2cp2"]}
 COUNTS = {2: 40, 4: 160} if FULL else {2: 2, 4: 6}
 AT_ONCE = 20  # observed steps of more would fill the memory
 
 
-def _drawn(world_size: int) -> Iterator[Config]:
+def _drawn(world_size):
     """Yield seeded jobs, every layout at least once."""
     dice = random.Random(world_size)
     layouts = LAYOUTS[world_size]
@@ -72,14 +67,14 @@ def _drawn(world_size: int) -> Iterator[Config]:
         )  # fmt: skip
 
 
-def _observe_all(configs: list[Config]) -> list[Any]:
+def _observe_all(configs):
     return [observe(config, 2, 1) for config in configs]
 
 
 @pytest.mark.uncounted
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_drawn_jobs_pass_verify(run_ranks, world_size: int) -> None:
-    configs, worst = [*_drawn(world_size)], Counter[str]()
+def test_drawn_jobs_pass_verify(run_ranks, world_size):
+    configs, worst = [*_drawn(world_size)], Counter()
     for some in (configs[first : first + AT_ONCE] for first in range(0, len(configs), AT_ONCE)):
         by_rank = run_ranks(_observe_all, world_size, some, deadline_s=900.0)
         for config, *ranks in zip(some, *by_rank, strict=True):
@@ -100,14 +95,14 @@ def test_drawn_jobs_pass_verify(run_ranks, world_size: int) -> None:
     ],
     ids=str,
 )
-def test_dropout_drops_the_units_of_one_process(run_ranks, case: Case) -> None:
+def test_dropout_drops_the_units_of_one_process(run_ranks, case):
     outcomes = run_ranks(train, case.world_size, case)
     assert same_everywhere(outcomes)
     assert first_difference(case, outcomes, train(case.alone)) is None
     assert _numbers(outcomes) == _numbers(run_ranks(train, case.world_size, case))  # in every bit
 
 
-def _numbers(outcomes: list[Outcome]) -> list[Any]:
+def _numbers(outcomes):
     owned = [[one.values.tolist() for some in outcome.owned.values() for one in some] for outcome in outcomes]
     return [(outcome.losses, outcome.grad_norms, *each) for outcome, each in zip(outcomes, owned, strict=True)]
 
@@ -115,29 +110,29 @@ def _numbers(outcomes: list[Outcome]) -> list[Any]:
 # Planted bugs. Each is a patch on every rank.
 
 
-def _loss_times_cp() -> Any:
+def _loss_times_cp():
     whole = StepProgress.scaled
 
-    def scaled(self: StepProgress, loss: Tensor, weight: float, *, counts: bool) -> Tensor:
+    def scaled(self, loss, weight, *, counts):
         return whole(self, loss, weight, counts=counts) * self._num_parts
 
     return mock.patch.object(StepProgress, "scaled", scaled)
 
 
-def _weight_counted_by_each() -> Any:
+def _weight_counted_by_each():
     whole = StepProgress.scaled
 
-    def scaled(self: StepProgress, loss: Tensor, weight: float, *, counts: bool) -> Tensor:
+    def scaled(self, loss, weight, *, counts):
         return whole(self, loss, weight * self._num_parts, counts=counts)
 
     return mock.patch.object(StepProgress, "scaled", scaled)
 
 
 @contextmanager
-def _positions_of_the_part() -> Iterator[None]:
+def _positions_of_the_part():
     begin = Span.begin
 
-    def counted(span: Span, *given: Any) -> Chunks | None:
+    def counted(span, *given):
         part = begin(span, *given)
         if part is not None:
             own = part.places
@@ -150,11 +145,11 @@ def _positions_of_the_part() -> Iterator[None]:
 
 
 @contextmanager
-def _without_the_last_chunk() -> Iterator[None]:
+def _without_the_last_chunk():
     """Rank 1 computes its first chunk twice."""
     own = Chunks.own
 
-    def twice(part: Chunks, x: Tensor) -> Tensor:
+    def twice(part, x):
         first = own(part, x)[:, : part.chunk]
         return own(part, x) if part._rank == 0 else torch.cat((first, first), 1)
 
@@ -162,11 +157,11 @@ def _without_the_last_chunk() -> Iterator[None]:
         yield
 
 
-def _target_shift_at_the_border() -> Any:
+def _target_shift_at_the_border():
     """The last target of a chunk is the first one of the rank's other chunk."""
     forward = decoder.Decoder.forward
 
-    def shifted(model: Any, tokens: Tensor, targets: Tensor | None = None, *rest: Any, **more: Any) -> Tensor:
+    def shifted(model, tokens, targets=None, *rest, **more):
         if targets is not None and model.span is not None:
             part = model.span.begin(targets)
             targets, firsts = targets.clone(), part._firsts[0].tolist()
@@ -177,43 +172,43 @@ def _target_shift_at_the_border() -> Any:
     return mock.patch.object(decoder.Decoder, "forward", shifted)
 
 
-def _documents_leak() -> Any:
+def _documents_leak():
     """Documents that begin in a chunk see the keys before the chunk."""
     pieces = Chunks._pieces_of
     return mock.patch.object(Chunks, "_pieces_of", lambda part, rows, firsts, begins: pieces(part, rows, firsts, [0]))
 
 
-def _grads_of_own_keys_alone() -> Any:
-    def own(whole: Tensor, part: Chunks, cp: Collectives) -> Tensor:
+def _grads_of_own_keys_alone():
+    def own(whole, part, cp):
         return part.by_rank(whole)[cp.axis.rank]
 
     return mock.patch.object(context_parallel, "_sum_own", own)
 
 
-def _chunks_in_rank_order() -> Any:
-    def whole(part: Chunks, parts: Tensor) -> Tensor:
+def _chunks_in_rank_order():
+    def whole(part, parts):
         return torch.cat(parts.unbind(), 2)
 
     return mock.patch.object(Chunks, "whole", whole)
 
 
-def _another_deal_on_a_rank() -> Any:
+def _another_deal_on_a_rank():
     """Rank 1 takes the deal of the sequence beside."""
     begin = Span.begin
 
-    def begun(span: Span, targets: Tensor | None, deal: Tensor | None = None) -> Chunks | None:
+    def begun(span, targets, deal=None):
         return begin(span, targets, deal.roll(1, 0) if span.rank and deal is not None else deal)
 
     return mock.patch.object(Span, "begin", begun)
 
 
-def _heads_of_another_rank() -> Any:
+def _heads_of_another_rank():
     """What arrives is taken in reverse rank order."""
     exchanged = context_parallel._exchanged
     return mock.patch.object(context_parallel, "_exchanged", lambda parts, cp: exchanged(parts, cp).flip(0))
 
 
-BUGS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], str, str]] = {
+BUGS = {
     "loss x cp": (_loss_times_cp, "none", "gradient"),
     "weight counted cp times": (_weight_counted_by_each, "none", "loss"),
     "positions of the part": (_positions_of_the_part, "none", "gradient"),
@@ -227,7 +222,7 @@ BUGS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], str, str]] = {
 }
 
 
-def _observe_bugs(config_of: dict[str, Config]) -> list[Any]:
+def _observe_bugs(config_of):
     found = []
     for bug, config in config_of.items():
         with BUGS[bug][0]():
@@ -235,7 +230,7 @@ def _observe_bugs(config_of: dict[str, Config]) -> list[Any]:
     return found
 
 
-def test_planted_bugs_are_found_at_the_first_step(run_ranks) -> None:
+def test_planted_bugs_are_found_at_the_first_step(run_ranks):
     configs = {
         bug: make_config(
             "cp2",
@@ -252,19 +247,19 @@ def test_planted_bugs_are_found_at_the_first_step(run_ranks) -> None:
         assert (found[0].attempt, found[0].check) == (0, BUGS[bug][2]), (bug, found[0])
 
 
-def _train_with_own_masks(case: Case) -> Outcome:
+def _train_with_own_masks(case):
     own = context_parallel._OwnPositions
     with mock.patch.object(own, "__call__", lambda mask, ops, x, share: mask._keep(ops, x, share)):
         return train(case)
 
 
 @pytest.mark.uncounted
-def test_equal_dropout_masks_are_found(run_ranks) -> None:
+def test_equal_dropout_masks_are_found(run_ranks):
     case = Case(cp_size=2, dropout=0.1)
     assert first_difference(case, run_ranks(_train_with_own_masks, 2, case), train(case.alone)) is not None
 
 
-def _grads_of_two(interleaved: bool) -> list[Tensor]:
+def _grads_of_two(interleaved):
     """Return the gradients of two packed micro-batches with dropout and recompute. If `interleaved`, both forwards run
     before the backwards, as in a pipeline.
     """
@@ -287,7 +282,7 @@ def _grads_of_two(interleaved: bool) -> list[Tensor]:
 
 
 @pytest.mark.uncounted
-def test_backward_recomputes_a_micro_batch_with_its_own_deal(run_ranks) -> None:
+def test_backward_recomputes_a_micro_batch_with_its_own_deal(run_ranks):
     for one, other in zip(run_ranks(_grads_of_two, 2, False), run_ranks(_grads_of_two, 2, True), strict=True):
         assert all(map(torch.equal, one, other))
 
@@ -295,7 +290,7 @@ def test_backward_recomputes_a_micro_batch_with_its_own_deal(run_ranks) -> None:
 # The share of the work, of the memory and of the traffic that a rank has.
 
 
-def _positions(dice: random.Random, batch: int, num_positions: int) -> Tensor:
+def _positions(dice, batch, num_positions):
     rows = []
     for _ in range(batch):
         row, place = [], dice.choice([0, 3])
@@ -307,21 +302,21 @@ def _positions(dice: random.Random, batch: int, num_positions: int) -> Tensor:
     return torch.tensor(rows)
 
 
-def _part(num_ranks: int, rank: int, positions: Tensor, *, dealt: bool) -> Chunks:
+def _part(num_ranks, rank, positions, *, dealt):
     deal = torch.from_numpy(deal_chunks(positions.numpy(), num_ranks)) if dealt else None
     part = Span(num_ranks, rank).begin(positions, deal)
     assert part is not None
     return part
 
 
-def _mask(positions: Tensor) -> Tensor:
+def _mask(positions):
     documents = find_documents(positions, as_mask=True)
     assert documents is not None
     assert documents.mask is not None
     return documents.mask[:, 0]
 
 
-def test_every_pair_that_the_mask_lets_is_in_one_piece_of_one_rank_and_work_is_even() -> None:
+def test_every_pair_that_the_mask_lets_is_in_one_piece_of_one_rank_and_work_is_even():
     dice = random.Random(0)
     for num_ranks in (2, 3, 4):
         num_positions = 8 * num_ranks
@@ -343,7 +338,7 @@ def test_every_pair_that_the_mask_lets_is_in_one_piece_of_one_rank_and_work_is_e
             assert packed or len({*work}) == 1
 
 
-def test_borders_of_a_chunk_are_the_mask_and_hold_every_key() -> None:
+def test_borders_of_a_chunk_are_the_mask_and_hold_every_key():
     dice = random.Random(1)
     for num_ranks in (1, 2, 3):
         for number in range(10):
@@ -368,18 +363,18 @@ def test_borders_of_a_chunk_are_the_mask_and_hold_every_key() -> None:
 
 
 @contextmanager
-def _as_on_gpus() -> Iterator[None]:
+def _as_on_gpus():
     with stand_in(), mock.patch.object(decoder, "takes_borders", lambda x, head_dim: True):
         yield
 
 
-def _observe_as_on_gpus(configs: list[Config]) -> list[Any]:
+def _observe_as_on_gpus(configs):
     with _as_on_gpus():
         return _observe_all(configs)
 
 
 @pytest.mark.uncounted
-def test_kernels_that_take_borders_pass_verify(run_ranks) -> None:
+def test_kernels_that_take_borders_pass_verify(run_ranks):
     kinds = [
         {"dtype": "fp16", "model": {"hidden_size": 64}},
         {
@@ -394,13 +389,13 @@ def test_kernels_that_take_borders_pass_verify(run_ranks) -> None:
         assert verdict.differences == []
 
 
-def _sent(recompute: str, as_on_gpus: bool, method: str) -> list[tuple[str, int]]:
+def _sent(recompute, as_on_gpus, method):
     """Return collectives along cp of a forward and backward of two layers, and those of the forward alone."""
-    calls = Counter[str]()
+    calls = Counter()
     whole = {name: getattr(GlooCollectives, name) for name in ("gather", "sum_parts", "table", "exchange")}
 
-    def counted(name: str) -> Any:
-        def call(self: Any, *given: Any) -> Any:
+    def counted(name):
+        def call(self, *given):
             calls[name] += 1
             return whole[name](self, *given)
 
@@ -424,19 +419,19 @@ def _sent(recompute: str, as_on_gpus: bool, method: str) -> list[tuple[str, int]
 
 
 @pytest.mark.parametrize("as_on_gpus", [False, True])
-def test_a_layer_gathers_once_forward_and_backward_and_sums_once(run_ranks, as_on_gpus: bool) -> None:
+def test_a_layer_gathers_once_forward_and_backward_and_sums_once(run_ranks, as_on_gpus):
     for recompute, gathers in (("none", 4), ("full", 6)):
         for sent in run_ranks(_sent, 2, recompute, as_on_gpus, "gather"):
             assert sent == [("gather", 2), ("gather", gathers), ("sum_parts", 2)]
 
 
-def test_a_layer_that_divides_heads_exchanges_twice_forward_and_twice_backward(run_ranks) -> None:
+def test_a_layer_that_divides_heads_exchanges_twice_forward_and_twice_backward(run_ranks):
     for recompute, exchanges in (("none", 8), ("full", 12)):
         for sent in run_ranks(_sent, 2, recompute, False, "heads"):
             assert sent == [("exchange", 4), ("exchange", exchanges)]
 
 
-def _differing_blocks(packed: bool) -> list[int]:
+def _differing_blocks(packed):
     """Return the blocks whose outputs differ in a bit from those of one process, at this rank's positions."""
     config = make_config("dp1", dtype="fp32", model={"seq_len": 32, "num_kv_heads": 4}).model
     section, topology = ParallelismConfig(cp_size=2, cp_method="heads"), Topology.connect(cp=2)
@@ -448,7 +443,7 @@ def _differing_blocks(packed: bool) -> list[int]:
     positions = (torch.arange(32) % 11).expand(2, -1) if packed else None
     seen = []
     for model in (alone, divided):
-        outs: list[Tensor] = []
+        outs = []
         for block in model.blocks:
             block.register_forward_hook(lambda *given, outs=outs: outs.append(given[2]))
         model(tokens[:, :-1], tokens[:, 1:], positions)
@@ -458,20 +453,20 @@ def _differing_blocks(packed: bool) -> list[int]:
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_heads_have_the_bits_of_one_process_in_forward(run_ranks, packed: bool) -> None:
+def test_heads_have_the_bits_of_one_process_in_forward(run_ranks, packed):
     assert run_ranks(_differing_blocks, 2, packed) == [[], []]
 
 
-def _kept(cp_size: int, seq_len: int, packed: bool, method: str = "gather") -> int:
+def _kept(cp_size, seq_len, packed, method="gather"):
     """Return the bytes that a forward keeps for backward, beside parameters."""
     config = make_config("dp1", dtype="bf16", model={"seq_len": seq_len, "hidden_size": 64, "num_layers": 4}).model
     section = ParallelismConfig(cp_size=cp_size, cp_method=method)
     model, _ = build_model(config, section, Topology.connect(cp=cp_size), torch.device("cpu"))
-    kept = dict[int, int]()
+    kept = {}
     own = {param.untyped_storage().data_ptr() for param in model.parameters()}
     positions = (torch.arange(seq_len) % (seq_len // 4))[None] if packed else None
 
-    def pack(x: Tensor) -> Tensor:
+    def pack(x):
         if (at := x.untyped_storage().data_ptr()) not in own:
             kept[at] = x.untyped_storage().nbytes()
         return x
@@ -486,7 +481,7 @@ def _kept(cp_size: int, seq_len: int, packed: bool, method: str = "gather") -> i
 @pytest.mark.uncounted
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("seq_len", [2048, 8192] if FULL else [2048])
-def test_a_rank_of_two_keeps_half_of_the_activations(run_ranks, seq_len: int, packed: bool) -> None:
+def test_a_rank_of_two_keeps_half_of_the_activations(run_ranks, seq_len, packed):
     whole = _kept(1, seq_len, packed)
     # Ranks that divide heads keep attention's output twice: with their heads, and with their positions.
     for method, most in (("gather", 0.55), ("heads", 0.56)):
@@ -501,11 +496,11 @@ class _Own(Ops):
 
     gain: float = 1.0
 
-    def whole_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def whole_linear(self, x, weight, bias):
         return super().whole_linear(x, weight, bias) * self.gain
 
 
-def test_ways_to_divide_operations_compose_with_own_ones_in_any_order() -> None:
+def test_ways_to_divide_operations_compose_with_own_ones_in_any_order():
     config = make_config("dp1", family="gpt", dtype="fp32").model
     for order in ((0, 1, 2), (2, 1, 0), (1, 0, 2)):
         model = Transformer(config, _Own(gain=2.0))
@@ -525,7 +520,7 @@ def test_ways_to_divide_operations_compose_with_own_ones_in_any_order() -> None:
         assert kinds == ["_Rows", "_GatheredAttention", "_OwnPositions", "_Table"]
 
 
-def _with_stand_ins(model: Transformer) -> None:
+def _with_stand_ins(model):
     for module in model.modules():
         if isinstance(ops := getattr(module, "ops", None), Ops):
             module.ops = with_kernels(ops, GpuShapes)
@@ -534,16 +529,16 @@ def _with_stand_ins(model: Transformer) -> None:
 # Jobs.
 
 
-def _job(folder: Path, sizes: dict[str, Any], steps: int) -> Config:
+def _job(folder, sizes, steps):
     return tiny_job(
-        folder, parallelism=sizes, training={"steps": steps}, checkpoint={"save_interval": 2},
-        lr_schedule={"decay_style": "constant"}, model={"dropout": 0.1},
-        metrics={"log_interval": 1, "tensorboard": False, "precision_interval": 2},
+        folder, parallelism=sizes, steps=steps, save_interval=2,
+        decay_style="constant", dropout=0.1,
+        log_interval=1, precision_interval=2,
     )  # fmt: skip
 
 
 @pytest.mark.uncounted
-def test_a_job_resumes_on_every_layout_with_its_samples_and_metrics(run_ranks, tmp_path: Path) -> None:
+def test_a_job_resumes_on_every_layout_with_its_samples_and_metrics(run_ranks, tmp_path):
     meshes = [
         (2, {"dp_size": 2}), (2, {"cp_size": 2}), (4, {"cp_size": 4}), (2, {"tp_size": 2}),
         (2, {"replicas": 2}), (4, {"replicas": 2, "cp_size": 2}), (4, {"cp_size": 2, "pp_size": 2}),
@@ -562,7 +557,7 @@ def test_a_job_resumes_on_every_layout_with_its_samples_and_metrics(run_ranks, t
         assert one["train/tokens"] == other["train/tokens"] if "train/tokens" in one else True
 
 
-def test_what_does_not_go_together_is_refused() -> None:
+def test_what_does_not_go_together_is_refused():
     for model, section, said in (
         ({"seq_len": 36}, {"cp_size": 8}, "cp_size: got 8, needs a model.seq_len that is a multiple of 16, not 36"),
         ({"seq_len": 32}, {"cp_size": 4, "tp_size": 16}, "multiple of 64, not 32"),

@@ -1,29 +1,24 @@
 """Ranks that divide experts train the bits of one process in which the same ranks compute in lock-step."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
-from megamix.config import Config
 from megamix.mixed_precision.observer import GRADIENT
 from megamix.mixed_precision.update_slice import MASTER
 from megamix.model.experts import Router, towards_mean
 from megamix.model.family import family_of
-from megamix.tools.verify.core.observed_step import ObservedStep, assemble
+from megamix.tools.verify.core.observed_step import assemble
 from megamix.tools.verify.layouts.observe import batches, observe
 from tests.conftest import FULL
 from tests.distributed.pipelines import SCHEDULES
 from tests.parallel.virtual_ranks import take_step
 from tests.tools.verify.jobs import make_config
 
-EXPERTS: dict[str, Any] = {
+EXPERTS = {
     "num_experts": 8, "top_k": 2, "ffn_hidden_size": 24, "dense_layers": 1, "shared_ffn_hidden_size": 16,
     "balance_loss": 0.1, "z_loss": 0.01, "bias_rate": 0.01,
 }  # fmt: skip
@@ -43,14 +38,14 @@ CASES = [
 ]
 
 
-def experts_job(layout: str, ep_size: int, dtype: str, shard: str, **changes: Any) -> Config:
+def experts_job(layout, ep_size, dtype, shard, **changes):
     model = {"experts": EXPERTS, "num_layers": 3, "recompute": "full" if shard == "gradients" else "none", **changes}
     job = make_config(layout, dtype=dtype, tied=False, shard=shard, model=model)
     return job.with_keys(parallelism={"ep_size": ep_size})
 
 
 @contextmanager
-def all_to_the_first(wanted: bool) -> Iterator[None]:
+def all_to_the_first(wanted):
     """Let all tokens choose the first experts, so that the other ranks' experts get none."""
     if not wanted:
         yield
@@ -59,12 +54,12 @@ def all_to_the_first(wanted: bool) -> Iterator[None]:
         yield
 
 
-def observe_experts(config: Config, crowded: bool) -> list[ObservedStep]:
+def observe_experts(config, crowded):
     with all_to_the_first(crowded):
         return observe(config, UPDATES, OVERFLOW_AT)
 
 
-def expect_lock_step(config: Config, num_ranks: int, ranks: list[list[ObservedStep]], crowded: bool) -> None:
+def expect_lock_step(config, num_ranks, ranks, crowded):
     """Compare each attempt of real ranks with the lock-step of virtual ones, bit for bit."""
     start, *attempts = zip(*ranks, strict=True)
     before = assemble([rank.owned for rank in start]).of(MASTER)
@@ -95,9 +90,9 @@ def expect_lock_step(config: Config, num_ranks: int, ranks: list[list[ObservedSt
         before, bias = after, own_bias
 
 
-def buffers_of(seen: tuple[ObservedStep, ...]) -> dict[str, Tensor]:
+def buffers_of(seen):
     """The biases of all ranks, which must be alike wherever two ranks have one."""
-    found: dict[str, Tensor] = {}
+    found = {}
     for rank in seen:
         for name, value in rank.buffers.items():
             if name.endswith("balance.value"):
@@ -106,7 +101,7 @@ def buffers_of(seen: tuple[ObservedStep, ...]) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4] if FULL else [2])
-def test_ranks_that_divide_experts_train_the_bits_of_one_process(run_ranks, num_ranks: int) -> None:
+def test_ranks_that_divide_experts_train_the_bits_of_one_process(run_ranks, num_ranks):
     for layout, ep_size, parts, dtype, shard in CASES:
         if parts * (2 if "pp" in layout else 1) == num_ranks:
             config = experts_job(layout, ep_size, dtype, shard)
@@ -115,11 +110,11 @@ def test_ranks_that_divide_experts_train_the_bits_of_one_process(run_ranks, num_
 
 
 @contextmanager
-def unset_is_nan() -> Iterator[None]:
+def unset_is_nan():
     """Let values that nobody has set be NaN."""
     new_empty, empty_like = Tensor.new_empty, torch.empty_like
 
-    def spoilt(made: Tensor) -> Tensor:
+    def spoilt(made):
         return made.fill_(torch.nan) if made.is_floating_point() and not made.is_meta else made
 
     with (
@@ -129,12 +124,12 @@ def unset_is_nan() -> Iterator[None]:
         yield
 
 
-def observe_unset(config: Config, crowded: bool) -> list[ObservedStep]:
+def observe_unset(config, crowded):
     with unset_is_nan():
         return observe_experts(config, crowded)
 
 
-def test_ranks_that_gather_all_tokens_train_the_bits_of_one_process_and_read_nothing_unset(run_ranks) -> None:
+def test_ranks_that_gather_all_tokens_train_the_bits_of_one_process_and_read_nothing_unset(run_ranks):
     for layout, crowded in (("dp2", False), ("cp2", False), ("dp2", True)):
         config = experts_job(layout, 2, "bf16", "states").with_keys(parallelism={"ep_method": "gather"})
         expect_lock_step(config, 2, run_ranks(observe_unset, 2, config, crowded), crowded=crowded)
@@ -142,12 +137,12 @@ def test_ranks_that_gather_all_tokens_train_the_bits_of_one_process_and_read_not
 
 @pytest.mark.skipif(not FULL, reason="needs four ranks: --full")
 @pytest.mark.parametrize("schedule", SCHEDULES[1:])
-def test_each_schedule_repeats_forwards_with_the_rows_that_they_had(run_ranks, schedule: str) -> None:
+def test_each_schedule_repeats_forwards_with_the_rows_that_they_had(run_ranks, schedule):
     model = {"experts": EXPERTS, "num_layers": 4, "recompute": "full"}
     job = make_config("dp2pp2", tied=False, schedule=schedule, model=model).with_keys(parallelism={"ep_size": 2})
     expect_lock_step(job, 2, run_ranks(observe_experts, 4, job, False), crowded=False)
 
 
-def test_a_rank_whose_experts_get_no_token_computes_nothing_and_waits_for_nobody(run_ranks) -> None:
+def test_a_rank_whose_experts_get_no_token_computes_nothing_and_waits_for_nobody(run_ranks):
     config = experts_job("dp2", 2, "fp16", "states")
     expect_lock_step(config, 2, run_ranks(observe_experts, 2, config, True), crowded=True)

@@ -2,23 +2,18 @@
 found, and an inf within a product skips the step on every rank.
 """
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 
-from megamix.config import Config, FP8Config, ModelConfig
+from megamix.config import FP8Config, ModelConfig
 from megamix.model.fp8 import use_fp8
 from megamix.model.transformer import Transformer
 from megamix.parallel.stages import Stage
-from megamix.tools.verify.core.verdict import Verdict
 from megamix.tools.verify.layouts.judge_steps import judge
 from tests.conftest import FULL
 from tests.tools.verify.jobs import OVERFLOW_AT, UPDATES, make_config, observe_bug, observe_case
 
-RECIPES: dict[str, Any] = {
+RECIPES = {
     "rowwise": {"recipe": "rowwise"},
     "rowwise in full": {"recipe": "rowwise", "weight_grad": "fp8", "grad": "e4m3"},
     "tensorwise": {"recipe": "tensorwise", "but": ("blocks.0.*",)},
@@ -39,7 +34,7 @@ FEW = [
 ]  # fmt: skip
 
 
-def fp8_job(layout: str, recipe: str, shard: str = "states", **model: Any) -> Config:
+def fp8_job(layout, recipe, shard="states", **model):
     recompute = {"states": "none", "gradients": "selective", "parameters": "full"}[shard]
     job = make_config(
         layout.removesuffix("sp"), dtype="bf16", shard=shard, sequence_parallel=layout.endswith("sp"),
@@ -48,16 +43,16 @@ def fp8_job(layout: str, recipe: str, shard: str = "states", **model: Any) -> Co
     return job.with_keys(precision={"fp8": FP8Config(**RECIPES[recipe])})
 
 
-def judged(config: Config, ranks: Any, overflow_at: int | None = OVERFLOW_AT) -> Verdict:
+def judged(config, ranks, overflow_at=OVERFLOW_AT):
     return judge(config, ranks, torch.device("cpu"), UPDATES, overflow_at)
 
 
-def observe_all(configs: list[Config]) -> list[Any]:
+def observe_all(configs):
     return [observe_case(config) for config in configs]
 
 
 @pytest.mark.uncounted
-def test_every_layout_passes(run_ranks) -> None:
+def test_every_layout_passes(run_ranks):
     cases = CASES if FULL else FEW
     configs = [fp8_job(*case) for case in cases]
     by_rank = run_ranks(observe_all, 2, configs, deadline_s=900.0)
@@ -66,7 +61,7 @@ def test_every_layout_passes(run_ranks) -> None:
         assert (case, verdict.differences, verdict.skipped) == (case, [], 1)
 
 
-def test_a_stage_takes_no_codes_of_what_its_buffer_held_before() -> None:
+def test_a_stage_takes_no_codes_of_what_its_buffer_held_before():
     """A receive writes into the same tensor in each step, and counts no version."""
     config = ModelConfig(vocab_size=64, seq_len=16, hidden_size=64, num_layers=2, num_heads=4, norm_place="after")
     model = Transformer(config).to(torch.bfloat16)
@@ -87,12 +82,12 @@ BUGS = {
 }
 
 
-def observe_bugs(jobs: list[tuple[Config, str]]) -> list[Any]:
+def observe_bugs(jobs):
     return [observe_bug(*job) for job in jobs]
 
 
 @pytest.mark.uncounted
-def test_planted_bugs_are_found_and_an_inf_in_a_product_skips_on_every_rank(run_ranks) -> None:
+def test_planted_bugs_are_found_and_an_inf_in_a_product_skips_on_every_rank(run_ranks):
     jobs = [(fp8_job("dp2", recipe), bug) for bug, (recipe, _) in BUGS.items()]
     jobs.append((fp8_job("dp2", "tensorwise in full"), "inf_in_a_product"))
     *wrong, right = zip(jobs, *run_ranks(observe_bugs, 2, jobs, deadline_s=900.0), strict=True)

@@ -1,18 +1,16 @@
 """Full weights and buffers are loaded and returned on any mesh; a copy that differs is named on all of its ranks."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from megamix import AdamW, Precision, ShardedEngine, Sharding
 from megamix.comm.topology import Topology
 from megamix.inspect.replicas import DamagedMemory, check_replicas
-from tests.parallel.layouts import Case, Owned, assemble, backward, build, states, world_rank
+from tests.parallel.layouts import Case, assemble, backward, build, states, world_rank
 
 
-def _weights_through_the_engine(case: Case) -> tuple[dict[str, Tensor], list[Owned], bool]:
+def _weights_through_the_engine(case):
     """Return (full weights, masters, whether another engine that is given the weights has the same masters)."""
     _, source = build(case)
     backward(case, source, 0)
@@ -27,7 +25,7 @@ def _weights_through_the_engine(case: Case) -> tuple[dict[str, Tensor], list[Own
 
 @pytest.mark.uncounted
 @pytest.mark.parametrize("case", [Case(dp_size=2, tp_size=2), Case(model="llama", tied=False, tp_size=2)], ids=str)
-def test_full_weights_go_out_and_in_on_any_mesh(run_ranks, case: Case) -> None:
+def test_full_weights_go_out_and_in_on_any_mesh(run_ranks, case):
     ranks = run_ranks(_weights_through_the_engine, case.world_size, case)
     masters, _ = assemble([owned for _, owned, _ in ranks])
     for weights, _, same in ranks:
@@ -37,7 +35,7 @@ def test_full_weights_go_out_and_in_on_any_mesh(run_ranks, case: Case) -> None:
 
 
 class _Counting(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.inner = nn.Linear(2, 2)
         self.register_buffer("empty", torch.zeros(0))
@@ -45,7 +43,7 @@ class _Counting(nn.Module):
         self.register_buffer("rows", torch.zeros(2, 3, dtype=torch.bfloat16).T)
 
 
-def _buffers_through_the_engine() -> tuple[dict[str, Tensor], bool]:
+def _buffers_through_the_engine():
     """(full weights, whether what was loaded from them is what there was) of stages that count for themselves."""
     stage = world_rank()
     model = nn.ModuleDict({f"stage{stage}": _Counting()})
@@ -60,7 +58,7 @@ def _buffers_through_the_engine() -> tuple[dict[str, Tensor], bool]:
     return weights, all(bool((buffer == stage + 1).all()) for buffer in model.buffers())
 
 
-def test_full_weights_have_the_buffers_of_all_stages(run_ranks) -> None:
+def test_full_weights_have_the_buffers_of_all_stages(run_ranks):
     (first, first_same), (second, second_same) = run_ranks(_buffers_through_the_engine, 2)
     leaves = ("inner.weight", "inner.bias", "seen", "rows")
     held = {f"stage{stage}.{leaf}" for stage in range(2) for leaf in leaves}
@@ -76,7 +74,7 @@ def test_full_weights_have_the_buffers_of_all_stages(run_ranks) -> None:
     assert torch.equal(first["stage1.rows"], torch.full((3, 2), 2.0, dtype=torch.bfloat16))
 
 
-def _damage(case: Case, victim: int, name: str) -> str:
+def _damage(case, victim, name):
     _, engine = build(case)
     backward(case, engine, 0)
     engine.step()
@@ -95,7 +93,7 @@ def _damage(case: Case, victim: int, name: str) -> str:
     return "clean"
 
 
-def test_a_copy_that_differs_is_named_on_every_rank_of_a_mesh(run_ranks) -> None:
+def test_a_copy_that_differs_is_named_on_every_rank_of_a_mesh(run_ranks):
     case = Case(dp_size=2, tp_size=2)
     for victim, name in ((3, "norm.weight"), (2, "blocks.0.attention.out.weight")):
         told = run_ranks(_damage, 4, case, victim, name)

@@ -2,43 +2,39 @@
 on another mesh.
 """
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 from safetensors.torch import load_file
 
-from megamix.config import Config
 from megamix.train.job import run_job
-from tests.train.jobs import run_on_ranks, tiny_job, write_data
+from tests.builders import run_on_ranks, tiny_job, write_data
 
 OPTIMIZERS = {"adamw": {}, "muon": {"name": "muon", "muon": {"ns_dtype": "fp32", "row_beta2": 0.9}}}
 
 
-def _job(folder: Path, run: str, tp_size: int, steps: int = 8, optimizer: str = "adamw") -> Config:
+def _job(folder, run, tp_size, steps=8, optimizer="adamw"):
     return tiny_job(
         folder,
-        model={"vocab_size": 280, "dropout": 0.1},
-        data={"tokenizer": str(folder / "data/tokenizer.json")},
-        precision={"dtype": "fp32"},
+        vocab_size=280,
+        dropout=0.1,
+        tokenizer=str(folder / "data/tokenizer.json"),
+        dtype="fp32",
         optimizer=OPTIMIZERS[optimizer],
-        training={"steps": steps, "eval_interval": 4},
-        parallelism={"tp_size": tp_size},
-        lr_schedule={"decay_style": "constant"},  # the same for any number of steps
+        steps=steps,
+        eval_interval=4,
+        tp_size=tp_size,
+        decay_style="constant",  # the same for any number of steps
         checkpoint={"folder": str(folder / run), "save_interval": 4, "replica_check_interval": 2},
-        metrics={"log_interval": 1, "tensorboard": False, "precision_interval": 4},
+        log_interval=1,
+        precision_interval=4,
     )
 
 
-def _lines(folder: Path, name: str) -> list[str]:
+def _lines(folder, name):
     return (folder / name / "metrics.jsonl").read_text().splitlines()
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_a_job_on_tensor_parallel_ranks_ends_where_one_process_does(
-    run_ranks, tmp_path: Path, capsys, optimizer: str
-) -> None:
+def test_a_job_on_tensor_parallel_ranks_ends_where_one_process_does(run_ranks, tmp_path, capsys, optimizer):
     write_data(tmp_path / "data", tokenizer=True)
     alone = run_job(_job(tmp_path, "alone", 1, optimizer=optimizer))
     said = capsys.readouterr().out
@@ -57,7 +53,7 @@ def test_a_job_on_tensor_parallel_ranks_ends_where_one_process_does(
 
 
 @pytest.mark.uncounted
-def test_a_run_goes_on_with_another_mesh(run_ranks, tmp_path: Path) -> None:
+def test_a_run_goes_on_with_another_mesh(run_ranks, tmp_path):
     write_data(tmp_path / "data", tokenizer=True)
     went_through = run_job(_job(tmp_path, "through", 1))
     run_ranks(run_on_ranks, 2, _job(tmp_path, "run", 2, steps=4))

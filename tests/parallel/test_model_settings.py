@@ -3,11 +3,6 @@ rotary positions, norms over all heads, norms of outputs, factors, and latent at
 refused.
 """
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 
@@ -17,12 +12,12 @@ from megamix.tools.ranks import RankPool
 from megamix.tools.verify.core.layout import parse_layout
 from megamix.tools.verify.layouts.judge_steps import judge
 from megamix.tools.verify.layouts.layout_lines import verify_layout
+from tests.builders import tiny_job
 from tests.conftest import FULL
 from tests.tools.verify.jobs import UPDATES, make_config, observe_bug
-from tests.train.jobs import tiny_job
 
 LATENT = {"kv_rank": 12, "query_rank": 20, "unrotated_dim": 8, "rotary_dim": 4, "value_dim": 10}
-SETTINGS: dict[str, dict[str, Any]] = {
+SETTINGS = {
     "yarn": {"rope_scaling": {"rule": "yarn", "factor": 4.0, "original_seq_len": 16}},
     "unrotated": {"unrotated_layers": [1]},
     "norm over all heads": {"qk_norm": True, "qk_norm_over": "all"},
@@ -55,7 +50,7 @@ CASES = [
 ]
 
 
-def test_each_setting_passes_verify_on_a_divided_mesh() -> None:
+def test_each_setting_passes_verify_on_a_divided_mesh():
     with RankPool(2) as pool:
         for setting, layout, dtype in CASES:
             method = "heads" if "attention_softcap" in SETTINGS[setting] else "gather"
@@ -64,7 +59,7 @@ def test_each_setting_passes_verify_on_a_divided_mesh() -> None:
             assert not verdict.differences, (setting, layout, dtype, str(verdict.differences[0]))
 
 
-def test_experts_pass_verify_where_ranks_divide_them() -> None:
+def test_experts_pass_verify_where_ranks_divide_them():
     experts = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 32, "bias_rate": 0.0, "balance_loss": 0.01}
     with RankPool(2) as pool:
         for layout, dtype in (("dp2ep2", "fp16"), ("cp2ep2-parameters", "bf16")):
@@ -73,13 +68,13 @@ def test_experts_pass_verify_where_ranks_divide_them() -> None:
             assert not verdict.differences, (layout, str(verdict.differences[0]))
 
 
-def test_windows_end_at_documents_whose_positions_ranks_divide() -> None:
+def test_windows_end_at_documents_whose_positions_ranks_divide():
     config = make_config("cp2", dtype="fp16", packing="documents", model={"windows": [5, 0], "seq_len": 32})
     with RankPool(2) as pool:
         assert verify_layout(config, parse_layout("cp2"), pool).differences == []
 
 
-def test_gradients_of_latents_that_tp_ranks_do_not_sum_are_caught(run_ranks) -> None:
+def test_gradients_of_latents_that_tp_ranks_do_not_sum_are_caught(run_ranks):
     config = make_config("tp2", loss_scale=4.0, model=SETTINGS["latents"])
     ranks = run_ranks(observe_bug, 2, config, "heads_of_one_rank")
     found = judge(config, ranks, torch.device("cpu"), UPDATES, None).differences
@@ -87,13 +82,13 @@ def test_gradients_of_latents_that_tp_ranks_do_not_sum_are_caught(run_ranks) -> 
     assert wrong == {f"{name}.weight" for name in ("query_down", "query_norm", "kv_down", "kv_norm", "rotated_key")}
 
 
-def test_norms_of_both_stand_around_each_part() -> None:
+def test_norms_of_both_stand_around_each_part():
     sizes = {"vocab_size": 8, "seq_len": 8, "hidden_size": 8, "num_layers": 1, "num_heads": 2}
     model = Transformer(ModelConfig(**sizes, norm_place="both", residual_scale=0.5))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3)), alpha=0.3)
-        block: Any = model.blocks[0]
+        block = model.blocks[0]
         x, rotary = torch.randn(1, 8, 8, generator=torch.Generator().manual_seed(4)), model.rotary(8)
         attended = block.attention(block.attention_norm(x), rotary, None, None)
         middle = x + 0.5 * block.attention_end_norm(attended)
@@ -101,12 +96,12 @@ def test_norms_of_both_stand_around_each_part() -> None:
         assert torch.equal(block(x, rotary, None, None), middle + 0.5 * block.feed_forward_end_norm(fed))
 
 
-def test_a_norm_over_all_heads_is_not_divided(tmp_path: Path) -> None:
+def test_a_norm_over_all_heads_is_not_divided(tmp_path):
     with pytest.raises(ConfigError, match='tp_size: got 2, but model.qk_norm_over = "all" needs all heads on one rank'):
-        tiny_job(tmp_path, model=SETTINGS["norm over all heads"], parallelism={"tp_size": 2})
+        tiny_job(tmp_path, model=SETTINGS["norm over all heads"], tp_size=2)
 
 
-def test_an_unrotated_layer_is_one_of_the_model() -> None:
+def test_an_unrotated_layer_is_one_of_the_model():
     sizes = {"vocab_size": 8, "seq_len": 8, "hidden_size": 8, "num_layers": 2, "num_heads": 2}
     (problem,) = model_problems(ModelConfig(**sizes, unrotated_layers=(2,)))
     assert problem == "model.unrotated_layers: got [2], but num_layers is 2; write layers from 0 to 1"

@@ -2,21 +2,18 @@
 bit for bit; blocks that cannot be assembled are refused.
 """
 
-from __future__ import annotations
-
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from megamix import Muon, ShardedEngine, Sharding
+from megamix import Muon, Sharding
 from megamix.comm.topology import Topology
 from megamix.mixed_precision.muon import MOMENTUM, orthogonalised
 from megamix.mixed_precision.settings import Placement
 from megamix.mixed_precision.update_slice import MASTER
-from tests.engines import make_engine
+from tests.builders import make_engine
 from tests.parallel import layouts
 from tests.parallel.layouts import Case, Owned, assemble
 
@@ -34,7 +31,7 @@ class Seen:
     after: list[dict[str, list[Owned]]]
 
 
-def _train(case: Case, optimizer: Muon) -> Seen:
+def _train(case, optimizer):
     _, engine = layouts.build(case, optimizer)
     seen = Seen([], [], [])
     for step in range(STEPS):
@@ -46,7 +43,7 @@ def _train(case: Case, optimizer: Muon) -> Seen:
     return seen
 
 
-def _moved(optimizer: Muon, grad: Tensor, master: Tensor, momentum: Tensor) -> tuple[Tensor, Tensor]:
+def _moved(optimizer, grad, master, momentum):
     """Return the new master and momentum of one whole matrix."""
     momentum = torch.lerp(momentum, grad, 1 - optimizer.momentum)
     ahead = torch.lerp(grad, momentum, optimizer.momentum).to(optimizer.ns_dtype)
@@ -59,12 +56,10 @@ def _moved(optimizer: Muon, grad: Tensor, master: Tensor, momentum: Tensor) -> t
 @pytest.mark.also_wide
 @pytest.mark.parametrize("ns_dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("dp_size", "tp_size", "model"), [(1, 2, "llama"), (2, 2, "gpt"), (1, 4, "gpt")])
-def test_a_divided_matrix_moves_as_the_whole_one(
-    run_ranks, dp_size: int, tp_size: int, model: str, ns_dtype: torch.dtype
-) -> None:
+def test_a_divided_matrix_moves_as_the_whole_one(run_ranks, dp_size, tp_size, model, ns_dtype):
     case = Case(model=model, tied=False, dp_size=dp_size, tp_size=tp_size, dtype=torch.bfloat16, clip_grad=0.0)
     optimizer = Muon(lr=0.02, ns_dtype=ns_dtype)
-    ranks: list[Seen] = run_ranks(_train, case.world_size, case, optimizer)
+    ranks = run_ranks(_train, case.world_size, case, optimizer)
     divided = 0
     for step in range(STEPS):
         grads, shared = assemble([rank.grads[step] for rank in ranks])
@@ -86,14 +81,14 @@ def test_a_divided_matrix_moves_as_the_whole_one(
 class _Experts(nn.Module):
     """A rank's block of a parameter of three dims, divided in the given one."""
 
-    def __init__(self, dim: int):
+    def __init__(self, dim):
         super().__init__()
         shape = [4, 8, 6]
         shape[dim] //= 2
         self.experts = nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(3)))
 
 
-def _engine(dim: int, adamw: Sequence[str] = ()) -> ShardedEngine:
+def _engine(dim, adamw=()):
     model = _Experts(dim)
     offset = tuple(2 if at == dim else 0 for at in range(3))  # place of the second of two ranks
     place = {"experts": Placement((4, 8, 6), offset, Topology().owners)}
@@ -101,7 +96,7 @@ def _engine(dim: int, adamw: Sequence[str] = ()) -> ShardedEngine:
     return make_engine(model, Muon(lr=0.1, adamw=adamw), sharding=sharding)
 
 
-def test_matrices_that_a_rank_has_whole_are_its_own() -> None:
+def test_matrices_that_a_rank_has_whole_are_its_own():
     """A rank's experts, of (E, out, in): each is one matrix, and those of other ranks are theirs."""
     engine, optimizer = _engine(0), Muon(lr=0.1)
     masters = [engine.module.experts.detach().clone()]
@@ -117,7 +112,7 @@ def test_matrices_that_a_rank_has_whole_are_its_own() -> None:
     ("dim", "named"),
     [(1, r"divide its \[4, 8, 6\] into blocks of \[4, 4, 6\]"), (2, "have 24 of 48 elements; let AdamW update it")],
 )
-def test_blocks_that_cannot_be_put_together_are_refused(dim: int, named: str) -> None:
+def test_blocks_that_cannot_be_put_together_are_refused(dim, named):
     with pytest.raises(ValueError, match=named):
         _engine(dim)
     _engine(dim, adamw=["experts"])  # as the message asks

@@ -2,10 +2,6 @@
 configuration; errors name field, value and fix.
 """
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 
 from megamix.config import check_world_size, config_from_dict, mesh_checks
@@ -15,7 +11,7 @@ SIZES = {"num_layers": 8}
 BATCH = {"micro_batch_size": 2, "global_batch_size": 16}
 
 
-def _tree(parallelism: dict[str, Any], model: dict[str, Any] | None = None, **training: Any) -> dict[str, Any]:
+def _tree(parallelism, model=None, **training):
     return changed(model=SIZES | (model or {}), parallelism=parallelism, training=BATCH | training)
 
 
@@ -58,12 +54,12 @@ def _tree(parallelism: dict[str, Any], model: dict[str, Any] | None = None, **tr
         ),
     ],
 )
-def test_what_a_schedule_cannot_run_is_refused(parallelism: dict[str, Any], model: dict[str, Any], wrong: str) -> None:
+def test_what_a_schedule_cannot_run_is_refused(parallelism, model, wrong):
     assert problems_of(_tree({"pp_size": 2} | parallelism, model)) == (f"parallelism.{wrong}",)
     config_from_dict(_tree({}, model))  # without a pipeline nothing of it matters
 
 
-def test_micro_batches_must_suit_the_schedule_and_ranks() -> None:
+def test_micro_batches_must_suit_the_schedule_and_ranks():
     config = config_from_dict(_tree({"pp_size": 4}))
     assert check_world_size(config, 8) == []
     assert check_world_size(config, 16) == [
@@ -78,7 +74,7 @@ def test_micro_batches_must_suit_the_schedule_and_ranks() -> None:
     config_from_dict(_tree({"pp_size": 2, "dp_size": 1, "pp_schedule": "zbv_zero_bubble"}, global_batch_size=10))
 
 
-def test_an_older_torch_is_told_which_one_splits_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_older_torch_is_told_which_one_splits_backward(monkeypatch):
     """Only where ranks are about to start: a run's file still loads there."""
     for pp_schedule, problems in (
         ("interleaved_1f1b", []),

@@ -2,8 +2,6 @@
 initial weights.
 """
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
@@ -23,7 +21,7 @@ MODELS = {
 }
 
 
-def _config(model: str, tied: bool, num_layers: int = 7, vocab_size: int = 50) -> ModelConfig:
+def _config(model, tied, num_layers=7, vocab_size=50):
     sizes = {"vocab_size": vocab_size, "seq_len": 8, "hidden_size": 16, "num_heads": 4, "num_layers": num_layers}
     return ModelConfig(**sizes, tie_embeddings=tied, **MODELS[model])
 
@@ -31,7 +29,7 @@ def _config(model: str, tied: bool, num_layers: int = 7, vocab_size: int = 50) -
 @pytest.mark.parametrize(
     ("num_layers", "vocab_size", "num_stages"), [*itertools.product((4, 7, 9), (20, 500), (1, 2, 4))]
 )
-def test_no_split_has_a_cheaper_dearest_stage(num_layers: int, vocab_size: int, num_stages: int) -> None:
+def test_no_split_has_a_cheaper_dearest_stage(num_layers, vocab_size, num_stages):
     config = _config("llama", False, num_layers, vocab_size)
     plans = plan_stages(config, num_stages, 1)
     assert [layer for plan in plans for layer in plan.layers] == [*range(num_layers)]
@@ -46,18 +44,18 @@ def test_no_split_has_a_cheaper_dearest_stage(num_layers: int, vocab_size: int, 
     assert max(plan.flops for plan in plans) == cheapest
 
 
-def test_a_large_head_leaves_the_last_stage_fewer_blocks_and_the_log_says_so() -> None:
+def test_a_large_head_leaves_the_last_stage_fewer_blocks_and_the_log_says_so():
     plans = plan_stages(_config("llama", True, 7, vocab_size=500), 4, 1)
     assert [len(plan.layers) for plan in plans] == [2, 2, 2, 1]
     assert "stage 3 on pp rank 3: blocks 6..6, 33% of the operations" in describe_stages(plans)
 
 
 @pytest.mark.parametrize(("v_shaped", "ranks"), [(False, [0, 1, 2, 0, 1, 2]), (True, [0, 1, 2, 2, 1, 0])])
-def test_stages_are_dealt_in_turn_or_on_a_v(v_shaped: bool, ranks: list[int]) -> None:
+def test_stages_are_dealt_in_turn_or_on_a_v(v_shaped, ranks):
     assert [plan.rank for plan in plan_stages(_config("gpt", True), 3, 2, v_shaped=v_shaped)] == ranks
 
 
-def test_more_stages_than_blocks_are_refused() -> None:
+def test_more_stages_than_blocks_are_refused():
     with pytest.raises(
         ValueError, match="8 pipeline stages need a block each, but model.num_layers is 7; take at most"
     ):
@@ -65,7 +63,7 @@ def test_more_stages_than_blocks_are_refused() -> None:
 
 
 @pytest.mark.parametrize(("model", "tied", "v_shaped"), [*itertools.product(MODELS, (True, False), (True, False))])
-def test_parts_have_the_whole_model_s_names_and_weights_and_compute_its_loss(model, tied, v_shaped) -> None:
+def test_parts_have_the_whole_model_s_names_and_weights_and_compute_its_loss(model, tied, v_shaped):
     config = _config(model, tied)
     torch.manual_seed(3)
     whole = Transformer(config)

@@ -1,12 +1,8 @@
 """Stages that share a layer agree on one overflow flag, one norm and one checkpoint, and own each element once."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from megamix import AdamW, Precision, ShardedEngine, Sharding
 from megamix.checkpoint.all_or_none import AllOrNone
@@ -27,13 +23,13 @@ LAYERS = {"first": (5, 7), "tied": (11, 3), "last": (4, 9)}
 class Stage(nn.Module):
     """Some layers; the loss is linear in each, so that their gradients are known."""
 
-    def __init__(self, names: tuple[str, ...]) -> None:
+    def __init__(self, names):
         super().__init__()
         for name in names:
             generator = torch.Generator().manual_seed(len(name))
             self.register_parameter(name, nn.Parameter(torch.randn(LAYERS[name], generator=generator)))
 
-    def forward(self, factor: float) -> Tensor:
+    def forward(self, factor):
         parts = [param.sum() * factor * (number + 1) for number, param in enumerate(self.parameters())]
         return torch.stack(parts).sum()
 
@@ -41,7 +37,7 @@ class Stage(nn.Module):
 STAGES = (("first", "tied"), ("tied", "last"))
 
 
-def _build(pp_size: int) -> ShardedEngine:
+def _build(pp_size):
     """Build two stages that both hold one layer, or all in one process with the sum of both gradients."""
     topology = Topology.connect(pp=pp_size)
     placements = {}
@@ -52,7 +48,7 @@ def _build(pp_size: int) -> ShardedEngine:
     return ShardedEngine(model, AdamW(lr=0.1), Precision(torch.float32), sharding, 1.0, compile_update=False)
 
 
-def _step(engine: ShardedEngine, factor: float) -> tuple[float, bool, list[str]]:
+def _step(engine, factor):
     """Return (norm, whether the step was skipped, the parameters whose gradient was not finite)."""
     engine.backward(engine(factor))
     result = engine.step()
@@ -60,7 +56,7 @@ def _step(engine: ShardedEngine, factor: float) -> tuple[float, bool, list[str]]
     return float(result.grad_norm), bool(result.found_inf), faults
 
 
-def _train_and_save(folder: Path) -> tuple:
+def _train_and_save(folder):
     engine = _build(2)
     one = _step(engine, 0.5)
     before = states(engine)
@@ -79,7 +75,7 @@ def _train_and_save(folder: Path) -> tuple:
     return one, other[1:], unchanged, engine.plan.param_names, after
 
 
-def test_two_stages_that_share_a_layer_are_one_model(run_ranks, tmp_path: Path) -> None:
+def test_two_stages_that_share_a_layer_are_one_model(run_ranks, tmp_path):
     ranks = run_ranks(_train_and_save, 2, tmp_path)
     # Gradients: first 0.5; tied 0.5 * 2 in the first stage and 0.5 in the second; last 0.5 * 2.
     squares = 0.25 * 35 + 1.5**2 * 33 + 1.0 * 36
@@ -103,7 +99,7 @@ def test_two_stages_that_share_a_layer_are_one_model(run_ranks, tmp_path: Path) 
         assert all(torch.equal(have[name], want[name]) for name in LAYERS)
 
 
-def test_a_frozen_parameter_is_refused_where_ranks_divide_the_model() -> None:
+def test_a_frozen_parameter_is_refused_where_ranks_divide_the_model():
     model = nn.Linear(4, 4)
     model.bias.requires_grad_(False)
     with pytest.raises(ValueError, match="parameter bias is frozen, but ranks that divide the model must train every"):

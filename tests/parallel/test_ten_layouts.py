@@ -2,9 +2,6 @@
 the checkpoint of every other, bit for bit, and six pairs train on.
 """
 
-from __future__ import annotations
-
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -17,10 +14,7 @@ from megamix.checkpoint.manifest import RunRecord
 from megamix.checkpoint.save import save
 from megamix.checkpoint.snapshot import take_snapshot
 from megamix.comm.collectives import make_collectives
-from megamix.config import Config
 from megamix.inspect.replicas import check_replicas
-from megamix.mixed_precision.engine import ShardedEngine
-from megamix.parallel.micro_batch_runner import MicroBatchRunner
 from megamix.tools.verify.core.layout import parse_layout
 from megamix.tools.verify.core.observed_step import rank_device
 from megamix.tools.verify.layouts.observe import take_step
@@ -37,7 +31,7 @@ TRAINED_ON = [
 MICRO_BATCHES = 8  # micro-batches of a step, over all data-parallel ranks
 
 
-def _config(layout: str) -> Config:
+def _config(layout):
     """Return a layout's configuration: all have the same model and global batch."""
     place = parse_layout(layout)
     # Four blocks, a tied table; biases, of which ranks have parts or copies.
@@ -45,7 +39,7 @@ def _config(layout: str) -> Config:
     return place.apply(config, MICRO_BATCHES // place.size("dp"))
 
 
-def _step(config: Config, runner: MicroBatchRunner, number: int) -> tuple[float, bool]:
+def _step(config, runner, number):
     """Return (loss, whether the step was skipped)."""
     result = take_step(config, runner, number)
     return float(result.loss), bool(result.found_inf)
@@ -54,7 +48,7 @@ def _step(config: Config, runner: MicroBatchRunner, number: int) -> tuple[float,
 # An overflow on any rank.
 
 
-def _overflows(config: Config) -> list[str]:
+def _overflows(config):
     """Return the faults of steps in which one rank after the other has an inf in one gradient."""
     runner = build_training(config, rank_device())
     engine = runner.engine
@@ -78,7 +72,7 @@ def _overflows(config: Config) -> list[str]:
 @pytest.mark.uncounted
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"] if FULL else ["fp16"])
 @pytest.mark.parametrize("sequence_parallel", [True, False] if FULL else [True])
-def test_an_overflow_on_any_of_eight_ranks_changes_nothing_on_any(run_ranks, dtype: str, sequence_parallel) -> None:
+def test_an_overflow_on_any_of_eight_ranks_changes_nothing_on_any(run_ranks, dtype, sequence_parallel):
     config = make_config("dp2tp2pp2", dtype=dtype, sequence_parallel=sequence_parallel, accumulation=1)
     assert run_ranks(_overflows, 8, config) == [[]] * 8
 
@@ -93,12 +87,12 @@ class Loaded(NamedTuple):
     loss: float | None  # loss of the next step, if one follows
 
 
-def _all_or_none(engine: ShardedEngine) -> AllOrNone:
+def _all_or_none(engine):
     device = rank_device()
     return AllOrNone(make_collectives(engine.topology.world, device), device)
 
 
-def _save(layout: str, folder: Path) -> tuple[dict[str, list[Owned]], float]:
+def _save(layout, folder):
     """Return what this rank saved after a step, and the loss of the next step."""
     config = _config(layout)
     runner = build_training(config, rank_device())
@@ -107,7 +101,7 @@ def _save(layout: str, folder: Path) -> tuple[dict[str, list[Owned]], float]:
     return states(runner.engine), _step(config, runner, 1)[0]
 
 
-def _load_each(layout: str, folder: Path, sources: list[str]) -> list[Loaded]:
+def _load_each(layout, folder, sources):
     config = _config(layout)
     runner = build_training(config, rank_device())
     engine, all_or_none, found = runner.engine, _all_or_none(runner.engine), []
@@ -123,7 +117,7 @@ def _load_each(layout: str, folder: Path, sources: list[str]) -> list[Loaded]:
 
 
 @pytest.mark.uncounted
-def test_every_layout_loads_what_every_other_saved_and_goes_on(run_ranks, tmp_path: Path) -> None:
+def test_every_layout_loads_what_every_other_saved_and_goes_on(run_ranks, tmp_path):
     layouts = [*(LAYOUTS if FULL else SAMPLE)]
     sizes = {layout: parse_layout(layout).world_size for layout in layouts}
     saved = {layout: run_ranks(_save, sizes[layout], layout, tmp_path) for layout in layouts}

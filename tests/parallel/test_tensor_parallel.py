@@ -2,21 +2,16 @@
 logits of any prompt; planted bugs are named; an overflow on any rank changes nothing.
 """
 
-from __future__ import annotations
-
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
 
 from megamix.comm.topology import Topology
 from megamix.inspect.culprits import gather_peaks
 from megamix.mixed_precision import engine as engine_module
-from megamix.mixed_precision.settings import Placement
 from megamix.parallel import tensor_parallel
 from megamix.parallel.borders import Border
 from tests.conftest import FULL
@@ -24,7 +19,6 @@ from tests.parallel.layouts import (
     SEQ_LEN,
     VOCAB,
     Case,
-    Outcome,
     are_equal,
     backward,
     contents,
@@ -68,14 +62,14 @@ ALL = [
 
 @pytest.mark.uncounted
 @pytest.mark.parametrize("case", ALL if FULL else CASES, ids=str)
-def test_losses_gradients_norms_weights_and_moments_are_those_of_one_process(run_ranks, case: Case) -> None:
+def test_losses_gradients_norms_weights_and_moments_are_those_of_one_process(run_ranks, case):
     outcomes = run(case, run_ranks)
     assert same_everywhere(outcomes)
     assert first_difference(case, outcomes, train(case.alone)) is None
 
 
 @pytest.mark.uncounted
-def test_dividing_the_positions_changes_no_bit_of_the_loss(run_ranks) -> None:
+def test_dividing_the_positions_changes_no_bit_of_the_loss(run_ranks):
     # The sums over ranks are the same ones, whether a rank gets a part of their elements or all.
     (divided, _), (whole, _) = (
         run(Case(tp_size=2, dtype=torch.float16, sequence_parallel=sequence), run_ranks) for sequence in (True, False)
@@ -86,19 +80,19 @@ def test_dividing_the_positions_changes_no_bit_of_the_loss(run_ranks) -> None:
 # Planted bugs: each must be found, and by the name of what it breaks.
 
 
-def _placed(change: Callable[[Placement, Topology], Placement]) -> object:
+def _placed(change):
     place = tensor_parallel._place
     return mock.patch.object(tensor_parallel, "_place", lambda *args: change(place(*args), args[2]))
 
 
-def _norm_counted_by_every_rank() -> object:
+def _norm_counted_by_every_rank():
     agree = engine_module.agree
     return mock.patch.object(engine_module, "agree", lambda by_piece, *rest: agree(by_piece * SQUARED, *rest))
 
 
 SQUARED = torch.tensor([[2.0], [1.0]], dtype=torch.float64)  # factors of sums of squares and of largest magnitudes
 
-BUGS: dict[str, tuple[Callable[[], object], bool, str]] = {  # patch that breaks it, sequence_parallel, name told
+BUGS = {  # patch that breaks it, sequence_parallel, name told
     "replicated gradients are not summed": (
         lambda: _placed(lambda at, topology: replace(at, owners=topology.dp)),
         True,
@@ -130,14 +124,14 @@ BUGS: dict[str, tuple[Callable[[], object], bool, str]] = {  # patch that breaks
 }
 
 
-def _train_broken(case: Case, bug: str) -> Outcome:
+def _train_broken(case, bug):
     with BUGS[bug][0]():
         return train(case)
 
 
 @pytest.mark.uncounted
 @pytest.mark.parametrize("bug", BUGS)
-def test_a_planted_bug_is_found_and_named(run_ranks, bug: str) -> None:
+def test_a_planted_bug_is_found_and_named(run_ranks, bug):
     _, sequence_parallel, told = BUGS[bug]
     case = Case(tp_size=2, sequence_parallel=sequence_parallel)
     difference = first_difference(case, run_ranks(_train_broken, 2, case, bug), train(case.alone))
@@ -148,7 +142,7 @@ def test_a_planted_bug_is_found_and_named(run_ranks, bug: str) -> None:
 # An overflow anywhere.
 
 
-def _overflow_on(victim: int, case: Case) -> tuple[bool, bool, float, list[str]]:
+def _overflow_on(victim, case):
     """Return (whether the step was skipped, whether nothing changed, the new loss scale, the faults that are named)
     with one inf in the gradient of one parameter on one rank.
     """
@@ -168,7 +162,7 @@ def _overflow_on(victim: int, case: Case) -> tuple[bool, bool, float, list[str]]
 
 @pytest.mark.uncounted
 @pytest.mark.parametrize("sequence_parallel", [True, False])
-def test_an_overflow_on_any_rank_changes_nothing_anywhere(run_ranks, sequence_parallel: bool) -> None:
+def test_an_overflow_on_any_rank_changes_nothing_anywhere(run_ranks, sequence_parallel):
     case = Case(dp_size=2, tp_size=2, dtype=torch.float16, sequence_parallel=sequence_parallel)
     for victim in range(4):
         assert run_ranks(_overflow_on, 4, victim, case) == [(True, True, 1.0, ["inf"])] * 4
@@ -177,7 +171,7 @@ def test_an_overflow_on_any_rank_changes_nothing_anywhere(run_ranks, sequence_pa
 # Logits of prompts of any length.
 
 
-def _logits(case: Case, lengths: list[int]) -> list[Tensor]:
+def _logits(case, lengths):
     model, engine = build_case(case)
     model.eval()
     with torch.no_grad():
@@ -185,7 +179,7 @@ def _logits(case: Case, lengths: list[int]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("model", ["gpt", "llama"])
-def test_logits_are_whole_on_every_rank_for_a_prompt_of_any_length(run_ranks, model: str) -> None:
+def test_logits_are_whole_on_every_rank_for_a_prompt_of_any_length(run_ranks, model):
     case, lengths = Case(model=model, tp_size=2), [1, 5, SEQ_LEN]
     one, other = run_ranks(_logits, 2, case, lengths)
     for mine, theirs, want in zip(one, other, _logits(case.alone, lengths), strict=True):
@@ -194,12 +188,12 @@ def test_logits_are_whole_on_every_rank_for_a_prompt_of_any_length(run_ranks, mo
         assert (mine - want).abs().max() <= 1e-6 * want.abs().max()
 
 
-def _train_on_an_odd_length(case: Case) -> str:
+def _train_on_an_odd_length(case):
     _, engine = build_case(case)
     with pytest.raises(ValueError, match="5 positions, which 2 tensor-parallel ranks cannot divide") as caught:
         engine(torch.zeros(1, 5, dtype=torch.int64), torch.zeros(1, 5, dtype=torch.int64))
     return str(caught.value)
 
 
-def test_training_on_a_length_that_ranks_cannot_divide_is_refused(run_ranks) -> None:
+def test_training_on_a_length_that_ranks_cannot_divide_is_refused(run_ranks):
     assert len(run_ranks(_train_on_an_odd_length, 2, Case(tp_size=2))) == 2

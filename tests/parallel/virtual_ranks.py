@@ -2,10 +2,7 @@
 in memory. What they compute is one process's work, with sums in the order of the ranks.
 """
 
-from __future__ import annotations
-
 import threading
-from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,10 +16,8 @@ from megamix.beside.records import Listener
 from megamix.beside.tally import Tally
 from megamix.builders.objects import DTYPES
 from megamix.comm.collectives import Collectives, Pending, sum_in_rank_order
-from megamix.comm.topology import Axis, Topology
-from megamix.config import Config, axis_sizes
-from megamix.data.loader import Batch
-from megamix.mixed_precision.settings import Placement
+from megamix.comm.topology import Topology
+from megamix.config import axis_sizes
 from megamix.mixed_precision.weights import put_parameter
 from megamix.model.decoder import Decoder
 from megamix.parallel.build import divide_work, outline
@@ -36,10 +31,10 @@ class Board:
     posts: dict[int, object] = field(default_factory=dict)
     barrier: threading.Barrier = field(init=False)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         self.barrier = threading.Barrier(self.size, timeout=60)
 
-    def exchanged(self, rank: int, post: object) -> list[object]:
+    def exchanged(self, rank, post):
         """Return the posts of all ranks, in their order."""
         self.posts[rank] = post
         self.barrier.wait()
@@ -49,23 +44,23 @@ class Board:
 
 
 class Virtual(Collectives):
-    def __init__(self, boards: dict[Sequence[int], Board], axis: Axis) -> None:
+    def __init__(self, boards, axis):
         super().__init__(axis)
         self._board = boards.setdefault(axis.ranks, Board(axis.size))
 
-    def table(self, row: Tensor) -> Tensor:
+    def table(self, row):
         return torch.stack(self._board.exchanged(self.axis.rank, row.clone()))
 
-    def gather(self, part: Tensor, number: int = 0) -> Tensor:
+    def gather(self, part, number=0):
         return self.table(part)
 
-    def sum_parts(self, parts: Tensor) -> Tensor:
+    def sum_parts(self, parts):
         own = torch.stack([each[self.axis.rank] for each in self._board.exchanged(self.axis.rank, parts.clone())])
         out = torch.empty_like(own[0])
         sum_in_rank_order(own, out)
         return out
 
-    def exchange(self, sent: Tensor, arrived: Tensor, to: Sequence[int], of: Sequence[int]) -> Pending:
+    def exchange(self, sent, arrived, to, of):
         pieces = self._board.exchanged(self.axis.rank, sent.clone().split([*to]))
         torch.cat([each[self.axis.rank] for each in pieces], out=arrived)
         return Pending()
@@ -79,13 +74,10 @@ class Found(NamedTuple):
     counts: dict[str, Tensor]  # of all tallies, over all ranks
 
 
-def take_step(
-    config: Config, num_ranks: int, weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor], scale: float,
-    batches_of: Callable[[int], Sequence[Batch]],
-) -> Found:  # fmt: skip
+def take_step(config, num_ranks, weights, buffers, scale, batches_of):
     """Take a step on `num_ranks` ranks, without pipeline stages, whose parts hold all layers."""
     section = config.parallelism.model_copy(update={"pp_size": 1})
-    boards: dict[Sequence[int], Board] = {}
+    boards = {}
     topologies = [
         Topology.place(rank, dp=num_ranks // section.cp_size, ep_size=section.ep_size, **axis_sizes(section))
         for rank in range(num_ranks)
@@ -93,7 +85,7 @@ def take_step(
     for axis in (axis for place in topologies for axis in (place.cp, place.along("ep"))):
         boards.setdefault(axis.ranks, Board(axis.size))
 
-    def on_rank(topology: Topology) -> tuple[list[float], dict[str, Tensor], dict[str, Placement], dict[str, Tensor]]:
+    def on_rank(topology):
         torch.set_num_threads(1)  # of this thread alone; a product cut between threads has other bits
         model, placements = outline(config.model, section, topology)
         assert isinstance(model, Decoder)

@@ -2,14 +2,10 @@
 a storm of overflows; a program that fails, hangs or is missing is told and holds up nothing.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import sys
 import threading
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,17 +13,18 @@ from megamix.inspect.overflows import GaveUpError
 from megamix.report import alerts
 from megamix.report.alerts import STORM, AlertTracker, send
 from megamix.report.metrics import TAGS
-from tests.train.jobs import run_on_ranks, run_recorded, tiny_job
+from tests.builders import run_on_ranks, tiny_job
+from tests.train.recorded import run_recorded
 
 WAIT_S = 60.0
 KEEPS = "import sys; open(sys.argv[1], 'a').write(sys.stdin.read())"
 
 
-def _command(folder: Path) -> list[str]:
+def _command(folder):
     return [sys.executable, "-c", KEEPS, str(folder / "alerts.jsonl")]
 
 
-def _told(folder: Path) -> list[dict[str, Any]]:
+def _told(folder):
     """Return the alerts, once their programs have ended."""
     for thread in threading.enumerate():
         if thread.name == "alert":
@@ -36,7 +33,7 @@ def _told(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def test_a_storm_of_overflows_is_told_once_and_a_search_for_the_first_scale_is_none(tmp_path: Path) -> None:
+def test_a_storm_of_overflows_is_told_once_and_a_search_for_the_first_scale_is_none(tmp_path):
     tracker = AlertTracker(command=_command(tmp_path), folder=tmp_path, config={})
     overflow = {TAGS["loss_scale"]: 4.0, TAGS["skipped_steps"]: 1}
     for _ in range(2 * STORM):
@@ -61,7 +58,7 @@ PROGRAMS = [
 
 
 @pytest.mark.parametrize(("command", "words"), PROGRAMS)
-def test_a_program_in_trouble_is_told_and_raises_nothing(tmp_path: Path, caplog, monkeypatch, command, words) -> None:
+def test_a_program_in_trouble_is_told_and_raises_nothing(tmp_path, caplog, monkeypatch, command, words):
     monkeypatch.setattr(alerts, "LIMIT_S", WAIT_S if "3" in words else 0.1)
     with caplog.at_level(logging.WARNING, "megamix"):
         send(command, tmp_path, "end", reason="\N{GRINNING FACE}" * 10**5)  # more than a pipe holds
@@ -70,14 +67,15 @@ def test_a_program_in_trouble_is_told_and_raises_nothing(tmp_path: Path, caplog,
     assert line.startswith(words)
 
 
-def test_a_run_tells_how_it_ended(tmp_path: Path, data: Path) -> None:
+def test_a_run_tells_how_it_ended(tmp_path, data):
     config = tiny_job(
         tmp_path,
         tokens=data,
-        model={"num_layers": 1},
-        training={"steps": 3, "eval_interval": 0},
-        metrics={"tensorboard": False, "precision_interval": 0, "alert": {"command": _command(tmp_path)}},
-        precision={"max_overflows_in_a_row": 2},
+        num_layers=1,
+        steps=3,
+        eval_interval=0,
+        metrics={"precision_interval": 0, "alert": {"command": _command(tmp_path)}},
+        max_overflows_in_a_row=2,
     )
     run_on_ranks(config)
     (alert,) = _told(tmp_path)

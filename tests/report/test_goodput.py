@@ -3,8 +3,6 @@ stood still is stalled. `megamix report` and `megamix status` tell it, from even
 written by hosts whose clocks differ.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess
@@ -12,12 +10,11 @@ import sys
 import time
 import webbrowser
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from megamix.cli import main
-from megamix.report.goodput import RUNNING, STALE, STALE_S, Goodput, read_goodput, verdict
+from megamix.report.goodput import RUNNING, STALE, STALE_S, read_goodput, verdict
 from megamix.report.metrics import TAGS, MetricsWriter
 from megamix.report.page import NUMBERS, PAGE
 from megamix.run.run_folder import CONFIG, EVENTS, HEARTBEAT, METRICS, SAMPLE
@@ -29,28 +26,26 @@ T = 1.7e9  # when the story begins
 class _Story:
     """Writes the events of a run, one start after another."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder):
         folder.mkdir(exist_ok=True)
         self.folder, self.starts, self.t = folder, 0, T
 
-    def start(self, t: float, step: int = 0, host: str = "n1", **facts: Any) -> None:
+    def start(self, t, step=0, host="n1", **facts):
         self.starts, self.t = self.starts + 1, T + t
         self.row("start", 0, step, host=host, steps=1000, **facts)
 
-    def row(self, kind: str, at: float, step: int, phase: str = "trained", seconds: Any = (), **more: Any) -> None:
+    def row(self, kind, at, step, phase="trained", seconds=(), **more):
         self._write(EVENTS, "a", kind, at, step, phase, {**dict(seconds)}, more)
 
-    def beat(self, at: float, step: int, phase: str = "trained", **seconds: float) -> None:
+    def beat(self, at, step, phase="trained", **seconds):
         self._write(HEARTBEAT, "w", "beat", at, step, phase, seconds, {})
 
-    def _write(
-        self, name: str, mode: str, kind: str, at: float, step: int, phase: str, seconds: Any, more: Any
-    ) -> None:
+    def _write(self, name, mode, kind, at, step, phase, seconds, more):
         row = {"t": self.t + at, "starts": self.starts, "kind": kind, "step": step, "tokens": step, "at": at}
         with (self.folder / name).open(mode) as file:
             file.write(json.dumps({**row, "phase": phase, "seconds": seconds, **more}) + "\n")
 
-    def trains(self, first: int, last: int) -> None:
+    def trains(self, first, last):
         """Write the rows of a start that loads `first` after 30 s, and saves `last` and no more, at 1 s an update."""
         self.row("joined", 10, first, "start")
         self.row("loaded", 30, first, "start", {"start": 20.0, "compile": 10.0})
@@ -65,15 +60,15 @@ COMPARED = "time | a step: planned 6.46 s within 14%, measured 6.81 s (+5.4%)"
 
 
 @pytest.fixture
-def story(tmp_path) -> _Story:
+def story(tmp_path):
     return _Story(tmp_path / "mine")
 
 
-def _adds_up(goodput: Goodput, **seconds: float) -> None:
+def _adds_up(goodput, **seconds):
     assert {bucket: value for bucket, value in goodput.seconds.items() if value} == pytest.approx(seconds)
 
 
-def test_updates_after_the_checkpoint_that_the_run_went_on_from_are_redone(story) -> None:
+def test_updates_after_the_checkpoint_that_the_run_went_on_from_are_redone(story):
     story.start(0)
     story.trains(0, 100)
     trained = {"start": 20.0, "compile": 10.0, "trained": 140.0, "saving": 2.0}
@@ -94,7 +89,7 @@ def test_updates_after_the_checkpoint_that_the_run_went_on_from_are_redone(story
     )
 
 
-def test_a_restart_from_an_older_checkpoint_makes_earlier_starts_redo(story) -> None:
+def test_a_restart_from_an_older_checkpoint_makes_earlier_starts_redo(story):
     for t, step in ((0, 0), (200, 100)):
         story.start(t, step)
         story.trains(step, step + 100)
@@ -110,7 +105,7 @@ def test_a_restart_from_an_older_checkpoint_makes_earlier_starts_redo(story) -> 
     assert goodput.starts[1].seconds["redone"] == 100
 
 
-def test_a_run_that_goes_on_has_trained_all_so_far_and_a_dead_one_what_it_saved(story) -> None:
+def test_a_run_that_goes_on_has_trained_all_so_far_and_a_dead_one_what_it_saved(story):
     story.start(0)
     story.trains(0, 100)
     story.beat(182, 150, start=20, compile=10, trained=150, saving=2)
@@ -126,7 +121,7 @@ def test_a_run_that_goes_on_has_trained_all_so_far_and_a_dead_one_what_it_saved(
     assert not (story.folder / PAGE).exists()
 
 
-def test_an_attempt_that_hung_until_the_end_is_stalled(story) -> None:
+def test_an_attempt_that_hung_until_the_end_is_stalled(story):
     story.start(0)
     story.trains(0, 100)
     trained = {"start": 20.0, "compile": 10.0, "trained": 100.0, "saving": 2.0}
@@ -134,7 +129,7 @@ def test_an_attempt_that_hung_until_the_end_is_stalled(story) -> None:
     _adds_up(read_goodput(story.folder), trained=100, start=20, compile=10, saving=2, stalled=599, redone=1)
 
 
-def test_a_run_that_stands_still_though_it_lives_says_for_how_long(story) -> None:
+def test_a_run_that_stands_still_though_it_lives_says_for_how_long(story):
     story.start(0)
     story.trains(0, 100)
     trained = {"start": 20.0, "compile": 10.0, "trained": 100.0, "saving": 2.0}
@@ -144,7 +139,7 @@ def test_a_run_that_stands_still_though_it_lives_says_for_how_long(story) -> Non
         assert (last.state, last.reason) == (RUNNING, reason)
 
 
-def test_hosts_whose_clocks_differ_are_never_down_for_less_than_nothing(story) -> None:
+def test_hosts_whose_clocks_differ_are_never_down_for_less_than_nothing(story):
     for t, step in ((0, 0), (50, 100)):  # the second host is behind by minutes
         story.start(t, step)
         story.trains(step, step + 100)
@@ -154,7 +149,7 @@ def test_hosts_whose_clocks_differ_are_never_down_for_less_than_nothing(story) -
 
 
 @pytest.fixture
-def run(story) -> Path:
+def run(story):
     """Return a run with 200 restarts, the last of which goes on, and with a row that nobody wrote."""
     for number in range(201):
         story.start(number * 200, number * 100)
@@ -173,7 +168,7 @@ def run(story) -> Path:
     return story.folder
 
 
-def test_the_page_is_one_file_that_begins_with_the_verdict_and_needs_nothing_else(run, capsys) -> None:
+def test_the_page_is_one_file_that_begins_with_the_verdict_and_needs_nothing_else(run, capsys):
     assert main(["report", "--json", str(run)]) == 0
     told = capsys.readouterr().out.splitlines()
     page, numbers = (run / PAGE).read_text(), json.loads((run / NUMBERS).read_text())
@@ -191,7 +186,7 @@ def test_the_page_is_one_file_that_begins_with_the_verdict_and_needs_nothing_els
     assert numbers["starts"][0]["seconds"]["redone"] == 10
 
 
-def test_the_page_tells_what_trained_where_with_what_and_what_it_writes(story) -> None:
+def test_the_page_tells_what_trained_where_with_what_and_what_it_writes(story):
     facts = {"parameters": 2164416, "ranks": 2, "machine": "8 cores of <x>", "versions": "torch 2.13"}
     story.start(0, **facts)
     story.trains(0, 100)
@@ -217,7 +212,7 @@ def test_the_page_tells_what_trained_where_with_what_and_what_it_writes(story) -
     assert [*story.folder.glob("*.png")] == []
 
 
-def test_a_run_that_has_left_nothing_but_its_start_has_a_page_without_empty_parts(story) -> None:
+def test_a_run_that_has_left_nothing_but_its_start_has_a_page_without_empty_parts(story):
     story.start(0)
     (story.folder / SAMPLE).write_text(" \n\n")
     assert main(["report", str(story.folder)]) == 0
@@ -225,9 +220,7 @@ def test_a_run_that_has_left_nothing_but_its_start_has_a_page_without_empty_part
     assert re.findall("<h2>(.*?)</h2>", page) == ["Facts", "Where the time went", "Starts and stops"]
 
 
-def test_without_matplotlib_the_page_lacks_the_pictures_alone_and_a_line_says_how_to_get_them(
-    run, monkeypatch, capsys
-) -> None:
+def test_without_matplotlib_the_page_lacks_the_pictures_alone_and_a_line_says_how_to_get_them(run, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["report", str(run)]) == 0
     *_, told, page = capsys.readouterr().out.splitlines()
@@ -237,9 +230,9 @@ def test_without_matplotlib_the_page_lacks_the_pictures_alone_and_a_line_says_ho
 
 
 @pytest.mark.parametrize("there", [True, False])
-def test_the_page_is_opened_where_there_is_a_browser(story, monkeypatch, capsys, there: bool) -> None:
+def test_the_page_is_opened_where_there_is_a_browser(story, monkeypatch, capsys, there):
     story.start(0)
-    opened = list[str]()
+    opened = []
     monkeypatch.setattr(webbrowser, "open", lambda url: opened.append(url) or there)
     assert main(["report", "--open", str(story.folder)]) == 0
     assert opened == [(story.folder / PAGE).as_uri()]
@@ -247,7 +240,7 @@ def test_the_page_is_opened_where_there_is_a_browser(story, monkeypatch, capsys,
 
 
 @pytest.mark.parametrize("verb", ["report", "status", "plot"])
-def test_to_look_at_runs_needs_no_torch_and_no_screen(run, verb: str) -> None:
+def test_to_look_at_runs_needs_no_torch_and_no_screen(run, verb):
     code = (
         "import sys; from megamix.cli import main; main(sys.argv[1:]); "
         "print({'torch', 'matplotlib.pyplot'} & {*sys.modules})"
@@ -256,7 +249,7 @@ def test_to_look_at_runs_needs_no_torch_and_no_screen(run, verb: str) -> None:
     assert ended.stdout.splitlines()[-1] == "set()"
 
 
-def test_the_status_of_runs_is_a_line_each(run, story, tmp_path, capsys, monkeypatch) -> None:
+def test_the_status_of_runs_is_a_line_each(run, story, tmp_path, capsys, monkeypatch):
     other = _Story(tmp_path / "other")
     other.start(0)
     other.row("end", 5, 0, "start", state="gave_up", reason="started 4 times\nand more", exit_status=3)
@@ -276,7 +269,7 @@ def test_the_status_of_runs_is_a_line_each(run, story, tmp_path, capsys, monkeyp
     assert second.split() == ["other", "gave_up", "0/1,000", "0.0%", "started", "4", "times"]
 
 
-def test_a_folder_that_has_no_start_yet_hides_no_run(run, tmp_path, capsys) -> None:
+def test_a_folder_that_has_no_start_yet_hides_no_run(run, tmp_path, capsys):
     begun = tmp_path / "begun"
     begun.mkdir()
     assert main(["status", str(begun), str(run)]) == 0
@@ -287,7 +280,7 @@ def test_a_folder_that_has_no_start_yet_hides_no_run(run, tmp_path, capsys) -> N
 
 
 @pytest.mark.parametrize("cut", ["", "\0\0\0", '{"t": 1', '{"t": 1, "seconds": {"trai'])
-def test_a_row_that_a_kill_has_cut_is_left_out_and_so_are_losses_that_are_none(story, cut: str) -> None:
+def test_a_row_that_a_kill_has_cut_is_left_out_and_so_are_losses_that_are_none(story, cut):
     story.start(0)
     story.trains(0, 100)
     page = _page_of(story)
@@ -298,13 +291,13 @@ def test_a_row_that_a_kill_has_cut_is_left_out_and_so_are_losses_that_are_none(s
     assert main(["status", str(story.folder)]) == 0
 
 
-def _page_of(story: _Story) -> str:
+def _page_of(story):
     (story.folder / METRICS).write_text('{"step": 1, "train/loss": NaN}\n{"step": 2, "train/loss": Infinity}\n')
     assert main(["report", str(story.folder)]) == 0
     return (story.folder / PAGE).read_text().partition("no sign of life for")[0]
 
 
-def test_a_state_and_a_lost_row_break_no_page(story) -> None:
+def test_a_state_and_a_lost_row_break_no_page(story):
     for t in (0, 200):
         story.start(t)
         story.row("first_step", 31, 1, seconds={"start": 20.0, "compile": 10.0, "trained": 1.0})
@@ -315,7 +308,7 @@ def test_a_state_and_a_lost_row_break_no_page(story) -> None:
     assert read_goodput(story.folder).starts[2].state == "killed"
 
 
-def test_a_run_that_was_stopped_and_went_on_elsewhere_says_so_on_its_page(story) -> None:
+def test_a_run_that_was_stopped_and_went_on_elsewhere_says_so_on_its_page(story):
     for ranks, step in ((2, 0), (1, 100)):
         story.start(2 * step, step, ranks=ranks)
         story.trains(step, step + 100)
@@ -328,7 +321,7 @@ def test_a_run_that_was_stopped_and_went_on_elsewhere_says_so_on_its_page(story)
 
 
 @pytest.mark.parametrize("verb", ["report", "status"])
-def test_a_folder_that_is_no_run_is_named_with_the_fix(tmp_path, capsys, verb: str) -> None:
+def test_a_folder_that_is_no_run_is_named_with_the_fix(tmp_path, capsys, verb):
     assert main([verb, str(tmp_path)]) == 2
     assert (
         f"RUN: {tmp_path} has no start in events.jsonl; give the checkpoint.folder of a run" in capsys.readouterr().err
@@ -338,7 +331,7 @@ def test_a_folder_that_is_no_run_is_named_with_the_fix(tmp_path, capsys, verb: s
 
 
 @pytest.mark.parametrize("seconds", ["0", "x", "1e9"])
-def test_a_watch_of_no_time_is_refused(tmp_path, capsys, seconds: str) -> None:
+def test_a_watch_of_no_time_is_refused(tmp_path, capsys, seconds):
     with pytest.raises(SystemExit):
         main(["status", str(tmp_path), "--watch", seconds])
     assert "--watch" in capsys.readouterr().err

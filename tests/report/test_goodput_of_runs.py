@@ -2,8 +2,6 @@
 goodput is what a clock outside says, and the cause of each stop is right.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -15,7 +13,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 
@@ -25,11 +23,11 @@ from megamix.report.journal import KILLED
 from megamix.run.checkpointing import RunCheckpoints
 from megamix.tools.ranks import DEADLINE_S
 from megamix.train.trainer import Trainer
+from tests.builders import tiny_job
 from tests.conftest import FULL
 from tests.train.broken_disk import FULL as FULL_DISK
 from tests.train.broken_disk import broken_disk
 from tests.train.fresh_ranks import FreshRanks
-from tests.train.jobs import tiny_job
 
 STEPS, SAVE_EVERY, STRIKE_AT = (60, 20, 33) if FULL else (12, 4, 7)
 TIMEOUT_S = 12.0
@@ -40,24 +38,24 @@ MOST_APART = 1.0, 0.03  # seconds, and share of the bucket
 UNTIL_THE_END = ExitStack()  # of a rank's process
 
 
-def _kill(*victims: int) -> Callable[[int, Path], None]:
+def _kill(*victims):
     return lambda rank, folder: os.kill(os.getpid(), signal.SIGKILL) if rank in victims else None
 
 
-def _send(number: int, victim: int) -> Callable[[int, Path], None]:
+def _send(number, victim):
     return lambda rank, folder: os.kill(os.getpid(), number) if rank == victim else None
 
 
-def _hang(victim: int) -> Callable[[int, Path], None]:
+def _hang(victim):
     return lambda rank, folder: threading.Event().wait(1e6) and None if rank == victim else None
 
 
-def _raise(rank: int, folder: Path) -> None:
+def _raise(rank, folder):
     if rank == 1:
         raise ArithmeticError("planted")
 
 
-def _fill_the_disk(rank: int, folder: Path) -> None:
+def _fill_the_disk(rank, folder):
     UNTIL_THE_END.enter_context(broken_disk(folder / "run")).fault = FULL_DISK
 
 
@@ -93,7 +91,7 @@ class Watch(NamedTuple):
     start: int
     trouble: str
 
-    def __call__(self, rank: int, number: int) -> None:
+    def __call__(self, rank, number):
         if rank == 0 and not hasattr(Trainer, "is_watched"):
             Trainer.is_watched = True  # type: ignore[attr-defined]  # this process is the rank's own
             self._note_within(Trainer, "_validate", "validation")
@@ -108,14 +106,14 @@ class Watch(NamedTuple):
         if self.start == 0 and number == STRIKE_AT:
             TROUBLES[self.trouble].strike(rank, self.folder)
 
-    def _note(self, what: str) -> None:
+    def _note(self, what):
         with (self.folder.parent / f"{self.folder.name}_{self.start}.txt").open("a") as file:
             file.write(f"{time.time()} {what}\n")
 
-    def _note_within(self, kind: type, name: str, what: str) -> None:
+    def _note_within(self, kind, name, what):
         call = vars(kind)[name]
 
-        def noted(*args: Any, **kwargs: Any) -> Any:
+        def noted(*args, **kwargs):
             self._note(f"{what} begins")
             late = what == "waiting" and FULL and self.start == 0 and self.attempt() in DATA_AT
             threading.Event().wait(DATA_S if late else 0)
@@ -125,11 +123,11 @@ class Watch(NamedTuple):
 
         setattr(kind, name, noted)
 
-    def attempt(self) -> int:
+    def attempt(self):
         """Return the attempt of the first rank that was noted last."""
         return max(int(what) for _, what in self.notes() if what.isdecimal())
 
-    def notes(self) -> list[tuple[float, str]]:
+    def notes(self):
         lines = (self.folder.parent / f"{self.folder.name}_{self.start}.txt").read_text().splitlines()
         return [(float(t), what) for t, _, what in (line.partition(" ") for line in lines)]
 
@@ -142,14 +140,14 @@ class Life(NamedTuple):
     watch: Watch
 
 
-def _true_seconds(lives: list[Life]) -> dict[str, float]:
+def _true_seconds(lives):
     """Return the seconds by bucket, by the notes of the first rank and the times of its processes."""
-    seconds: defaultdict[str, float] = defaultdict(float)
+    seconds = defaultdict(float)
     last_try = {what: life.watch.start for life in lives for _, what in life.watch.notes() if what.isdecimal()}
     for life in lives:
         notes = life.watch.notes()
         seconds["start"] += notes[0][0] - life.begin_t
-        attempts: defaultdict[str, float] = defaultdict(float)
+        attempts = defaultdict(float)
         attempt, within = "", [""]
         for (t, what), (next_t, _) in pairwise([*notes, (life.end_t, "")]):
             if what.isdecimal():
@@ -181,18 +179,21 @@ def _true_seconds(lives: list[Life]) -> dict[str, float]:
     return seconds
 
 
-def _live(folder: Path, data: Path, trouble: str) -> list[Life]:
+def _live(folder, data, trouble):
     """Start a run until it is finished."""
     config = tiny_job(
         folder,
         tokens=data,
-        precision={"dtype": "fp32", "loss_scale": {}},
-        training={"steps": STEPS, "eval_interval": SAVE_EVERY * 3 // 2},
-        parallelism={"timeout_s": TIMEOUT_S},
-        checkpoint={"save_interval": SAVE_EVERY, "async_save": False, "on_save_failure": "stop"},
-        metrics={"tensorboard": False},
+        dtype="fp32",
+        loss_scale={},
+        steps=STEPS,
+        eval_interval=SAVE_EVERY * 3 // 2,
+        timeout_s=TIMEOUT_S,
+        save_interval=SAVE_EVERY,
+        async_save=False,
+        on_save_failure="stop",
     )
-    lives: list[Life] = []
+    lives = []
     for start in range(2):
         if lives:
             threading.Event().wait(DOWN_S if FULL else 0)
@@ -209,7 +210,7 @@ def _live(folder: Path, data: Path, trouble: str) -> list[Life]:
 
 
 @pytest.mark.parametrize("trouble", TROUBLES if FULL else ["all killed"])
-def test_each_bucket_is_that_of_a_clock_outside_and_the_cause_is_right(tmp_path, data, trouble: str) -> None:
+def test_each_bucket_is_that_of_a_clock_outside_and_the_cause_is_right(tmp_path, data, trouble):
     (tmp_path / "job").mkdir()
     lives = _live(tmp_path / "job", data, trouble)
     goodput, true = read_goodput(tmp_path / "job/run"), _true_seconds(lives)

@@ -2,8 +2,6 @@
 terminal.
 """
 
-from __future__ import annotations
-
 import builtins
 import os
 import subprocess
@@ -44,12 +42,12 @@ def now(monkeypatch):
     return time
 
 
-def _spend(clock: Clock, now, name: str, seconds: float) -> None:
+def _spend(clock, now, name, seconds):
     with clock.span(name):
         now["s"] += seconds
 
 
-def test_rates_and_shares_of_an_interval(now) -> None:
+def test_rates_and_shares_of_an_interval(now):
     clock = Clock(CPU)
     report = IntervalReport(clock, lambda update: 100 * (10 - update), mfu_per_token_rate=0.001)
     for name, seconds in (("data", 0.5), ("forward_backward", 6.0), ("exposed_reduce_scatter", 1.0), ("update", 2.0)):
@@ -70,14 +68,14 @@ def test_rates_and_shares_of_an_interval(now) -> None:
     assert report.tokens == 200  # two updates
 
 
-def test_tokens_are_counted_on_where_a_run_goes_on() -> None:
+def test_tokens_are_counted_on_where_a_run_goes_on():
     report = IntervalReport(Clock(CPU), lambda update: 0, mfu_per_token_rate=None)
     report.tokens = 250
     report.add(3.0, 100)
     assert report.tokens == 350
 
 
-def test_a_validation_is_left_out_of_the_interval(now) -> None:
+def test_a_validation_is_left_out_of_the_interval(now):
     clock = Clock(CPU)
     report = IntervalReport(clock, lambda update: 0, mfu_per_token_rate=None)
     _spend(clock, now, "forward_backward", 1.0)
@@ -94,7 +92,7 @@ def test_a_validation_is_left_out_of_the_interval(now) -> None:
     assert (metrics.mfu, metrics.loss_scale) == (None, None)
 
 
-def test_two_lines_due_at_once_share_their_rates(now) -> None:
+def test_two_lines_due_at_once_share_their_rates(now):
     report = IntervalReport(Clock(CPU), lambda update: 0, mfu_per_token_rate=None)
     for tokens in (50, 50, 150, 150):  # batches grow within the interval
         report.launched(tokens)
@@ -107,14 +105,14 @@ def test_two_lines_due_at_once_share_their_rates(now) -> None:
     assert [line.loss for line in lines] == [3.0, 4.0]
 
 
-def test_peak_memory_counts_what_was_once_held() -> None:
+def test_peak_memory_counts_what_was_once_held():
     before = peak_memory_gib(CPU)
     block = torch.ones(256 * 2**20 // 4)
     del block
     assert peak_memory_gib(CPU) >= max(before, 0.25)
 
 
-def test_a_slot_keeps_its_step_until_it_is_read() -> None:
+def test_a_slot_keeps_its_step_until_it_is_read():
     lag = 2
     readout = Readout(CPU, lag)
     live, pieces, rows = torch.zeros(()), torch.zeros(2, 3), torch.zeros(2, 2, dtype=torch.int64)
@@ -144,7 +142,7 @@ def test_a_slot_keeps_its_step_until_it_is_read() -> None:
             table.fill_(-1)
 
 
-def test_a_log_file_gets_lines_and_no_bar(capsys) -> None:
+def test_a_log_file_gets_lines_and_no_bar(capsys):
     console = Console(10, speaks=True)
     console.line("hello")
     console.advance()
@@ -153,7 +151,7 @@ def test_a_log_file_gets_lines_and_no_bar(capsys) -> None:
     assert (captured.out, captured.err) == ("hello\n", "")
 
 
-def test_other_ranks_are_silent(capsys) -> None:
+def test_other_ranks_are_silent(capsys):
     console = Console(10, speaks=False)
     console.line("hello")
     console.advance()
@@ -161,7 +159,7 @@ def test_other_ranks_are_silent(capsys) -> None:
     assert capsys.readouterr() == ("", "")
 
 
-def test_a_terminal_gets_lines_above_a_bar(capsys, monkeypatch) -> None:
+def test_a_terminal_gets_lines_above_a_bar(capsys, monkeypatch):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     console = Console(10, speaks=True)
     console.line("hello")
@@ -176,7 +174,7 @@ def test_a_terminal_gets_lines_above_a_bar(capsys, monkeypatch) -> None:
     assert ", loss 5.4322, 12,346 tokens/s]" in captured.err
 
 
-def test_without_tqdm_a_terminal_gets_lines(capsys, monkeypatch) -> None:
+def test_without_tqdm_a_terminal_gets_lines(capsys, monkeypatch):
     real_import = builtins.__import__
 
     def no_tqdm(name, *args, **kwargs):
@@ -191,7 +189,7 @@ def test_without_tqdm_a_terminal_gets_lines(capsys, monkeypatch) -> None:
     assert capsys.readouterr().out == "hello\n"
 
 
-def test_a_console_that_nobody_can_write_to_ends_nothing(monkeypatch) -> None:
+def test_a_console_that_nobody_can_write_to_ends_nothing(monkeypatch):
     with open("/dev/full", "w") as full:
         monkeypatch.setattr(sys, "stdout", full)
         console = Console(10, speaks=True)
@@ -202,7 +200,7 @@ def test_a_console_that_nobody_can_write_to_ends_nothing(monkeypatch) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), full.fileno())  # rows that are held back go there
 
 
-def test_what_stdout_never_took_does_not_change_the_exit_status() -> None:
+def test_what_stdout_never_took_does_not_change_the_exit_status():
     program = (
         "from megamix.supervise.console import drop_unwritten, say; say('hello'); drop_unwritten(); raise SystemExit(3)"
     )

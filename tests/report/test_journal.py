@@ -2,13 +2,10 @@
 cut line harms no other, a full disk loses no row, and a start that was taken for dead adds nothing.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os
 import threading
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -20,7 +17,7 @@ from megamix.run.run_folder import EVENTS, HEARTBEAT
 from megamix.supervise.status import RunStatus
 
 
-def _begun(folder: Path, starts: int = 1) -> Journal:
+def _begun(folder, starts=1):
     """Return the journal of a start that loads its checkpoint, `starts` starts into the run."""
     for _ in range(starts):
         journal = Journal(folder, Ledger(boot_s()), lambda: Reached(40, 4000))
@@ -28,11 +25,11 @@ def _begun(folder: Path, starts: int = 1) -> Journal:
     return journal
 
 
-def _kinds(folder: Path) -> list[tuple[int, str]]:
+def _kinds(folder):
     return [(row["starts"], row["kind"]) for row in read_rows(folder)]
 
 
-def test_a_killed_start_is_closed_by_the_next_one_as_of_its_last_sign_of_life(tmp_path) -> None:
+def test_a_killed_start_is_closed_by_the_next_one_as_of_its_last_sign_of_life(tmp_path):
     journal = _begun(tmp_path)
     with journal.beating():
         journal.ledger.enter(COMPILE)
@@ -48,7 +45,7 @@ def test_a_killed_start_is_closed_by_the_next_one_as_of_its_last_sign_of_life(tm
     assert end["t"] == pytest.approx(beat["t"] + BEAT_S / 2)
 
 
-def test_a_start_whose_end_another_rank_wrote_is_closed_with_that(tmp_path) -> None:
+def test_a_start_whose_end_another_rank_wrote_is_closed_with_that(tmp_path):
     journal = _begun(tmp_path, starts=3)
     RunStatus(tmp_path, 100).begin(40, 9, journal.starts)
     other = RunStatus(tmp_path, 100)  # of the second rank, since the first one is dead
@@ -60,7 +57,7 @@ def test_a_start_whose_end_another_rank_wrote_is_closed_with_that(tmp_path) -> N
     assert (end["starts"], end["state"], end["reason"], end["exit_status"]) == (3, "failed", "rank 0 died", 1)
 
 
-def test_a_start_that_says_how_it_ended_is_not_closed_again(tmp_path) -> None:
+def test_a_start_that_says_how_it_ended_is_not_closed_again(tmp_path):
     journal = _begun(tmp_path)
     RunStatus(tmp_path, 100, ended=lambda **end: journal.tell("end", **end)).write("preempted", "asked to stop")
     _begun(tmp_path)
@@ -69,7 +66,7 @@ def test_a_start_that_says_how_it_ended_is_not_closed_again(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("torn", [b'{"t": 3, "starts": 1, "ki', b"\0\0\0"])
-def test_a_last_line_that_was_cut_harms_no_other(tmp_path, torn: bytes) -> None:
+def test_a_last_line_that_was_cut_harms_no_other(tmp_path, torn):
     _begun(tmp_path).tell("joined")
     with (tmp_path / EVENTS).open("ab") as file:
         file.write(torn)
@@ -78,7 +75,7 @@ def test_a_last_line_that_was_cut_harms_no_other(tmp_path, torn: bytes) -> None:
     assert _kinds(tmp_path) == kinds
 
 
-def test_rows_that_a_full_disk_does_not_take_are_written_later(tmp_path, caplog) -> None:
+def test_rows_that_a_full_disk_does_not_take_are_written_later(tmp_path, caplog):
     journal = _begun(tmp_path)
     with mock.patch.object(log_file.os, "write", side_effect=OSError(errno.ENOSPC, "No space left on device")):
         journal.tell("joined")
@@ -87,7 +84,7 @@ def test_rows_that_a_full_disk_does_not_take_are_written_later(tmp_path, caplog)
     assert _kinds(tmp_path) == [(1, "start"), (1, "joined"), (1, "loaded")]
 
 
-def test_an_end_on_a_full_disk_is_known_to_the_next_start(tmp_path) -> None:
+def test_an_end_on_a_full_disk_is_known_to_the_next_start(tmp_path):
     journal = _begun(tmp_path)
     with journal.beating():
         pass
@@ -101,13 +98,13 @@ def test_an_end_on_a_full_disk_is_known_to_the_next_start(tmp_path) -> None:
     assert (end["kind"], end["state"], end["reason"]) == ("end", "failed", "a checkpoint could not be saved")
 
 
-def test_a_save_that_tells_its_end_while_the_run_ends_writes_its_row_once(tmp_path, caplog) -> None:
+def test_a_save_that_tells_its_end_while_the_run_ends_writes_its_row_once(tmp_path, caplog):
     """Whoever saves beside training, and whose run fails meanwhile."""
     journal = _begun(tmp_path)
     teller = threading.Thread(target=journal.tell, args=("save_end",))
     writes, goes_on, write = threading.Event(), threading.Event(), os.write
 
-    def slow(descriptor: int, data: memoryview) -> int:
+    def slow(descriptor, data):
         if threading.current_thread() is teller:
             writes.set()
             goes_on.wait()
@@ -122,7 +119,7 @@ def test_a_save_that_tells_its_end_while_the_run_ends_writes_its_row_once(tmp_pa
     assert (_kinds(tmp_path), caplog.messages) == ([(1, "start"), (1, "save_end")], [])
 
 
-def test_a_start_that_was_taken_for_dead_adds_nothing(tmp_path) -> None:
+def test_a_start_that_was_taken_for_dead_adds_nothing(tmp_path):
     first = _begun(tmp_path)
     _begun(tmp_path).tell("joined")
     first.tell("loaded")
@@ -132,12 +129,12 @@ def test_a_start_that_was_taken_for_dead_adds_nothing(tmp_path) -> None:
     assert _kinds(tmp_path)[-1] == (3, "start")
 
 
-def test_another_rank_writes_nothing(tmp_path) -> None:
+def test_another_rank_writes_nothing(tmp_path):
     Journal(tmp_path, Ledger(boot_s()), lambda: Reached(0, 0)).tell("joined")
     assert [*tmp_path.iterdir()] == []
 
 
-def test_a_heartbeat_has_one_length(tmp_path) -> None:
+def test_a_heartbeat_has_one_length(tmp_path):
     journal = _begun(tmp_path)
     with journal.beating():
         pass

@@ -2,8 +2,6 @@
 and an attempt that stood still.
 """
 
-from __future__ import annotations
-
 import os
 
 from megamix.report.ledger import COMPILE, SAVING, START, TRAINED, VALIDATION, Ledger, age_s, boot_s
@@ -12,15 +10,15 @@ from megamix.report.ledger import COMPILE, SAVING, START, TRAINED, VALIDATION, L
 class _Story:
     """A ledger whose time passes by hand."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.now_s = 100.0
         self.ledger = Ledger(90.0, lambda: self.now_s)
 
-    def passes(self, seconds: float) -> Ledger:
+    def passes(self, seconds):
         self.now_s += seconds
         return self.ledger
 
-    def first_attempts(self) -> None:
+    def first_attempts(self):
         """Ten seconds of start, attempts of 5 s and 2 s, and the outcome of one of them."""
         self.ledger.enter(COMPILE)
         for took_s in (5.0, 2.0):
@@ -28,7 +26,7 @@ class _Story:
         self.ledger.settle(applied=True, waited_s=0.0)
 
 
-def test_each_second_is_in_one_bucket() -> None:
+def test_each_second_is_in_one_bucket():
     story = _Story()
     story.passes(2).enter(START)
     story.ledger.move(4.0, of=START, to=COMPILE)
@@ -47,7 +45,7 @@ def test_each_second_is_in_one_bucket() -> None:
     assert sum(seconds.values()) == at_s - 1.0  # which belongs to the save under way
 
 
-def test_an_attempt_that_stood_still_is_told_apart_from_a_slow_one() -> None:
+def test_an_attempt_that_stood_still_is_told_apart_from_a_slow_one():
     story = _Story()
     story.first_attempts()
     for took_s in (2, 11, 2, 32):  # up to three times the usual and 5 s are no stall
@@ -58,7 +56,7 @@ def test_an_attempt_that_stood_still_is_told_apart_from_a_slow_one() -> None:
     assert seconds["trained"] == round(4 + 2 + 11 + 2 + usual_s, 3)
 
 
-def test_the_first_outcome_of_a_loop_that_waits_for_each_is_no_measure_of_an_attempt() -> None:
+def test_the_first_outcome_of_a_loop_that_waits_for_each_is_no_measure_of_an_attempt():
     story = _Story()
     story.ledger.enter(COMPILE)
     for took_s in (8.0, 7.0):
@@ -67,7 +65,7 @@ def test_the_first_outcome_of_a_loop_that_waits_for_each_is_no_measure_of_an_att
     assert "stalled" not in story.ledger.read().seconds
 
 
-def test_a_start_is_as_old_as_its_process() -> None:
+def test_a_start_is_as_old_as_its_process():
     age = age_s(os.getpid())
     assert 0 < age < boot_s()
     assert age_s(2**22 + 1) == 0.0

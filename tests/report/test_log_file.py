@@ -2,13 +2,9 @@
 removed file is written anew.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import random
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -20,33 +16,33 @@ from tests.train.broken_disk import BROKEN, FULL, NO_INODES, broken_disk
 STORIES = 2000 if MANY else 20
 
 
-def _log(folder: Path) -> LogFile:
+def _log(folder):
     return LogFile(lambda: folder / "log")
 
 
-def _rows(count: int) -> list[bytes]:
+def _rows(count):
     return [f"row {number}\n".encode() for number in range(count)]
 
 
 @pytest.fixture(autouse=True)
-def no_waiting(monkeypatch) -> None:
+def no_waiting(monkeypatch):
     monkeypatch.setattr(log_file, "LAST_WAIT_S", 0.0)
 
 
-def _full_for_a_while(disk, folder: Path, story: random.Random) -> None:
+def _full_for_a_while(disk, folder, story):
     disk.fault, disk.room = FULL, story.randrange(12)
 
 
-def _broken(disk, folder: Path, story: random.Random) -> None:
+def _broken(disk, folder, story):
     disk.fault = BROKEN
 
 
-def _heal(disk, folder: Path, story: random.Random) -> None:
+def _heal(disk, folder, story):
     disk.fault = None
 
 
 @pytest.mark.parametrize("seed", range(0, STORIES, 20))
-def test_no_row_is_lost_torn_or_doubled_by_a_disk_that_takes_it_later(tmp_path, seed: int) -> None:
+def test_no_row_is_lost_torn_or_doubled_by_a_disk_that_takes_it_later(tmp_path, seed):
     for number in range(seed, seed + 20):
         story, folder = random.Random(number), tmp_path / str(number)
         rows = _rows(20)
@@ -64,7 +60,7 @@ def test_no_row_is_lost_torn_or_doubled_by_a_disk_that_takes_it_later(tmp_path, 
         assert (folder / "log").read_bytes() == b"".join(rows)
 
 
-def test_a_trouble_is_told_once_with_its_file_and_again_when_it_is_over(tmp_path, caplog) -> None:
+def test_a_trouble_is_told_once_with_its_file_and_again_when_it_is_over(tmp_path, caplog):
     with broken_disk(tmp_path) as disk:
         log = _log(tmp_path)
         log.append(b"0\n")
@@ -80,7 +76,7 @@ def test_a_trouble_is_told_once_with_its_file_and_again_when_it_is_over(tmp_path
     ]
 
 
-def test_what_is_held_back_is_bounded_and_what_is_lost_is_counted(tmp_path, monkeypatch, caplog) -> None:
+def test_what_is_held_back_is_bounded_and_what_is_lost_is_counted(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(log_file, "HELD_BYTES", 14)
     with broken_disk(tmp_path) as disk:
         log = _log(tmp_path)
@@ -94,7 +90,7 @@ def test_what_is_held_back_is_bounded_and_what_is_lost_is_counted(tmp_path, monk
     assert (tmp_path / "log").read_bytes() == b"row 3\nrow 4\nthe last\n"
 
 
-def test_what_the_disk_never_takes_is_counted_at_the_end(tmp_path, caplog) -> None:
+def test_what_the_disk_never_takes_is_counted_at_the_end(tmp_path, caplog):
     with broken_disk(tmp_path) as disk:
         log = _log(tmp_path)
         disk.fault = NO_INODES
@@ -104,21 +100,21 @@ def test_what_the_disk_never_takes_is_counted_at_the_end(tmp_path, caplog) -> No
     assert caplog.messages[-1] == f"{tmp_path}/log: the last 3 rows could not be written and are lost"
 
 
-def _remove(path: Path) -> None:
+def _remove(path):
     path.unlink()
 
 
-def _remove_folder(path: Path) -> None:
+def _remove_folder(path):
     path.unlink()
     path.parent.rmdir()
 
 
-def _move(path: Path) -> None:
+def _move(path):
     path.rename(path.with_name("old"))
 
 
 @pytest.mark.parametrize("vanish", [_remove, _remove_folder, _move])
-def test_a_file_that_vanished_is_made_anew_and_told(tmp_path, caplog, vanish: Callable[[Path], None]) -> None:
+def test_a_file_that_vanished_is_made_anew_and_told(tmp_path, caplog, vanish):
     path = tmp_path / "run/log"
     log = _log(path.parent)
     log.append(b"1\n")
@@ -129,7 +125,7 @@ def test_a_file_that_vanished_is_made_anew_and_told(tmp_path, caplog, vanish: Ca
     assert caplog.messages == [f"{path} was removed while the run goes on; it is created again"]
 
 
-def test_a_file_that_was_emptied_or_edited_goes_on(tmp_path) -> None:
+def test_a_file_that_was_emptied_or_edited_goes_on(tmp_path):
     path = tmp_path / "log"
     log = _log(tmp_path)
     log.append(b"1\n")
@@ -143,7 +139,7 @@ def test_a_file_that_was_emptied_or_edited_goes_on(tmp_path) -> None:
     assert path.read_bytes() == b"2 and a note\n3\n"
 
 
-def test_a_new_file_begins_with_its_head(tmp_path) -> None:
+def test_a_new_file_begins_with_its_head(tmp_path):
     numbers = itertools.count()
     log = LogFile(lambda: tmp_path / str(next(numbers)), head=b"head ")
     log.append(b"1\n")

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import math
 import time
-from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
@@ -42,7 +41,7 @@ METRICS = StepMetrics(
 )
 
 
-def rows(folder: Path, tokens: int = 0) -> list[dict[str, float | None]]:
+def rows(folder, tokens=0):
     """Return each row without its time, which is now, and its tokens, which are as told."""
     found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     for row in found:
@@ -51,7 +50,7 @@ def rows(folder: Path, tokens: int = 0) -> list[dict[str, float | None]]:
     return found
 
 
-def test_the_console_line_says_what_moves_and_two_more_the_rest() -> None:
+def test_the_console_line_says_what_moves_and_two_more_the_rest():
     line = "step   20/1000 | loss 5.4322 | lr 3.00e-04 | grad_norm 0.812 | scale 2^16 | 12,346 tokens/s"
     assert format_lines(20, 1000, METRICS, detailed=False) == line
     assert format_lines(20, 1000, METRICS, detailed=True).splitlines() == [
@@ -61,7 +60,7 @@ def test_the_console_line_says_what_moves_and_two_more_the_rest() -> None:
     ]
 
 
-def test_the_lines_of_a_large_run_fit_into_100_columns() -> None:
+def test_the_lines_of_a_large_run_fit_into_100_columns():
     large = dataclasses.replace(
         METRICS, loss=11.76234, grad_norm=99.9994, loss_scale=2.0**24, skipped_steps=1234, tokens_per_s=1_234_567.8,
         memory_gib=79.123, eta_s=3e6, data_share=0.2, forward_backward_share=0.2, reduce_scatter_share=0.2,
@@ -82,18 +81,18 @@ def test_the_lines_of_a_large_run_fit_into_100_columns() -> None:
         ({"eta_s": 59.7}, "| eta 0:01:00"),
     ],
 )
-def test_the_console_line_says_what_is_absent_or_not_finite(change: dict[str, float | None], words: str) -> None:
+def test_the_console_line_says_what_is_absent_or_not_finite(change, words):
     assert words in format_lines(1, 10, dataclasses.replace(METRICS, **change), detailed=True)  # type: ignore[arg-type]  # of any field
 
 
 @pytest.mark.parametrize("skipped", [0, 3])
-def test_a_run_without_a_loss_scale_speaks_of_overflows_only_after_one(skipped: int) -> None:
+def test_a_run_without_a_loss_scale_speaks_of_overflows_only_after_one(skipped):
     plain = dataclasses.replace(METRICS, loss_scale=None, skipped_steps=skipped)
     told = format_lines(1, 10, plain, detailed=True)
     assert ("scale" in told, "overflows" in told) == (False, skipped > 0)
 
 
-def test_a_router_that_collapses_is_told() -> None:
+def test_a_router_that_collapses_is_told():
     even, uneven, collapsed = [5.0] * 8, [1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 36.0], [20.0, 20.0, *[0.01] * 6]
     for counts in ({"a": even}, {"a": uneven, "b": even}):
         lines = format_lines(20, 1000, METRICS, detailed=True, counts=counts).splitlines()
@@ -104,13 +103,13 @@ def test_a_router_that_collapses_is_told() -> None:
     assert "raise model.experts.bias_rate" in lines[4]
 
 
-def test_every_metric_has_a_tag_of_its_own() -> None:
+def test_every_metric_has_a_tag_of_its_own():
     assert dataclasses.asdict(METRICS).keys() <= TAGS.keys()
     assert len(set(TAGS.values())) == len(TAGS)
     assert all("/" in tag for tag in TAGS.values())
 
 
-def test_each_write_is_one_json_object_that_is_on_disk_at_once(tmp_path: Path) -> None:
+def test_each_write_is_one_json_object_that_is_on_disk_at_once(tmp_path):
     with MetricsWriter(tmp_path / "run", tensorboard=False) as writer:
         writer.write(10, dataclasses.asdict(METRICS))
         assert rows(tmp_path / "run")[0]["train/loss"] == 5.43215  # read while the writer is open
@@ -125,13 +124,13 @@ def test_each_write_is_one_json_object_that_is_on_disk_at_once(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("value", [None, math.inf, -math.inf, math.nan])
-def test_what_json_has_no_word_for_is_null(tmp_path: Path, value: float | None) -> None:
+def test_what_json_has_no_word_for_is_null(tmp_path, value):
     with MetricsWriter(tmp_path, tensorboard=False) as writer:
         writer.write(1, {"grad_norm": value})
     assert rows(tmp_path) == [{"step": 1, "optim/grad_norm": None}]
 
 
-def test_what_a_full_disk_has_held_back_is_on_disk_when_the_writer_ends(tmp_path: Path) -> None:
+def test_what_a_full_disk_has_held_back_is_on_disk_when_the_writer_ends(tmp_path):
     with broken_disk(tmp_path) as disk:
         with MetricsWriter(tmp_path, tensorboard=False) as writer:
             writer.write(1, {"valid_loss": 4.5})
@@ -141,14 +140,14 @@ def test_what_a_full_disk_has_held_back_is_on_disk_when_the_writer_ends(tmp_path
         assert [row["step"] for row in rows(tmp_path)] == [1, 2]
 
 
-def test_a_second_writer_appends(tmp_path: Path) -> None:
+def test_a_second_writer_appends(tmp_path):
     for step in (1, 2):
         with MetricsWriter(tmp_path, tensorboard=False) as writer:
             writer.write(step, {"loss": 1.0})
     assert [row["step"] for row in rows(tmp_path)] == [1, 2]
 
 
-def test_tensorboard_gets_the_same_tags_and_values(tmp_path: Path) -> None:
+def test_tensorboard_gets_the_same_tags_and_values(tmp_path):
     with MetricsWriter(tmp_path, tensorboard=True) as writer:
         for step in (10, 20):
             writer.write(step, dataclasses.asdict(METRICS) | {"loss": 1.0 / step, "mfu": None})
@@ -172,7 +171,7 @@ LAYER = LayerPrecision(
 )
 
 
-def test_an_examined_step_is_one_row_of_json(tmp_path: Path) -> None:
+def test_an_examined_step_is_one_row_of_json(tmp_path):
     with MetricsWriter(tmp_path, tensorboard=False) as writer:
         writer.write_precision(100, {"embedding": LAYER, "blocks.0": dataclasses.replace(LAYER, headroom=3.5)})
     (row,) = rows(tmp_path)
@@ -185,7 +184,7 @@ def test_an_examined_step_is_one_row_of_json(tmp_path: Path) -> None:
     assert row["precision/exponents/embedding"] == list(LAYER.exponents)
 
 
-def test_tensorboard_gets_an_examined_step_s_scalars_and_a_histogram_of_exponents(tmp_path: Path) -> None:
+def test_tensorboard_gets_an_examined_step_s_scalars_and_a_histogram_of_exponents(tmp_path):
     with MetricsWriter(tmp_path, tensorboard=True) as writer:
         writer.write_precision(100, {"blocks.0": LAYER})
     events = EventAccumulator(str(tmp_path / "tensorboard"))
@@ -199,7 +198,7 @@ def test_tensorboard_gets_an_examined_step_s_scalars_and_a_histogram_of_exponent
     assert (event.step, event.histogram_value.num) == (100, 3)
 
 
-def test_a_load_is_told_by_layer_and_its_counts_are_in_the_detailed_rows_alone(tmp_path: Path) -> None:
+def test_a_load_is_told_by_layer_and_its_counts_are_in_the_detailed_rows_alone(tmp_path):
     even, one, none = [6.0, 6.0, 6.0, 6.0], [0.0, 8.0, 0.0, 0.0], [0.0, 0.0]
     halves = load_tags({"blocks.1": [4.0, 4.0, 0.0, 0.0]}, detailed=False)
     assert halves == {"load/max/blocks.1": 2.0, "load/min/blocks.1": 0.0, "load/entropy/blocks.1": pytest.approx(0.5)}
@@ -219,7 +218,7 @@ def test_a_load_is_told_by_layer_and_its_counts_are_in_the_detailed_rows_alone(t
     assert not [tag for kind in ("scalars", "histograms") for tag in events.Tags()[kind] if "counts" in tag]
 
 
-def test_lines_that_no_run_has_written_are_kept_and_not_told_again(tmp_path: Path) -> None:
+def test_lines_that_no_run_has_written_are_kept_and_not_told_again(tmp_path):
     noted = b'# a note of mine\n\n[3]\n{"train/loss": 1.0}\n' + b"[" * 100_000 + b"\n"
     (tmp_path / "metrics.jsonl").write_bytes(noted)
     cut_logs(tmp_path, Progress(log_sizes={"metrics.jsonl": len(noted)}))
@@ -231,7 +230,7 @@ def test_lines_that_no_run_has_written_are_kept_and_not_told_again(tmp_path: Pat
     assert (row["step"], row["train/loss"]) == (1, 2.0)
 
 
-def test_every_row_says_the_tokens_so_far(tmp_path: Path) -> None:
+def test_every_row_says_the_tokens_so_far(tmp_path):
     with MetricsWriter(tmp_path, tensorboard=True, tokens=lambda: 4096) as writer:
         writer.write(1, {"loss_scale": 8.0, "skipped_steps": 1})
         writer.write(1, dataclasses.asdict(METRICS))
@@ -244,7 +243,7 @@ def test_every_row_says_the_tokens_so_far(tmp_path: Path) -> None:
     assert TAGS["time"] not in events.Tags()["scalars"]
 
 
-def test_rows_of_a_run_that_was_saved_before_they_had_times_are_told_again(tmp_path: Path) -> None:
+def test_rows_of_a_run_that_was_saved_before_they_had_times_are_told_again(tmp_path):
     old, new = {"step": 3, "optim/loss_scale": 8.0}, {"step": 3, "time/unix_s": 1e9, "optim/loss_scale": 4.0}
     (tmp_path / "metrics.jsonl").write_text(f"{json.dumps(old)}\n{json.dumps(new)}\n")
     MetricsWriter(tmp_path, tensorboard=True, applied=2).close()
@@ -254,7 +253,7 @@ def test_rows_of_a_run_that_was_saved_before_they_had_times_are_told_again(tmp_p
     assert [event.value for event in events.Scalars("optim/loss_scale")] == [8.0, 4.0]
 
 
-def test_tensorboard_shows_the_configuration_and_the_sample_letter_by_letter(tmp_path: Path) -> None:
+def test_tensorboard_shows_the_configuration_and_the_sample_letter_by_letter(tmp_path):
     with MetricsWriter(tmp_path, tensorboard=True, applied=7, config="[model]\nseq_len = 8\n") as writer:
         writer.text(9, "sample", "def f(*args):\n\n    return `x`")
     events = EventAccumulator(str(tmp_path / "tensorboard"))
@@ -266,7 +265,7 @@ def test_tensorboard_shows_the_configuration_and_the_sample_letter_by_letter(tmp
     assert texts["sample"] == "    def f(*args):\n    \n        return `x`"
 
 
-def test_tensorboard_compares_runs_by_their_settings_and_losses(tmp_path: Path) -> None:
+def test_tensorboard_compares_runs_by_their_settings_and_losses(tmp_path):
     settings = {"optimizer.lr": 0.25, "precision.dtype": "fp16"}
     MetricsWriter(tmp_path, tensorboard=True, config="[model]\n", hparams=settings).close()
     events = EventAccumulator(str(tmp_path / "tensorboard"))
@@ -280,7 +279,7 @@ def test_tensorboard_compares_runs_by_their_settings_and_losses(tmp_path: Path) 
     assert [metric.name.tag for metric in judged] == ["valid/loss", "train/loss"]
 
 
-def test_rows_of_buckets_are_cut_by_their_attempt_and_are_no_curves(tmp_path: Path) -> None:
+def test_rows_of_buckets_are_cut_by_their_attempt_and_are_no_curves(tmp_path):
     with MetricsWriter(tmp_path, tensorboard=False) as writer:
         for attempt in (3, 4, 5):
             writer.append(4, {"communication/attempt": attempt, "communication/bucket": 0})

@@ -2,8 +2,6 @@
 nothing to draw is named with its fix.
 """
 
-from __future__ import annotations
-
 import math
 import struct
 import sys
@@ -16,22 +14,22 @@ from matplotlib.figure import Figure
 from megamix.cli import main
 from megamix.config import load_config
 from megamix.report.history import DRAWN, HeatMap, Series, read_history
-from megamix.report.metrics import LayerPrecision, MetricsWriter, load_tags
+from megamix.report.metrics import MetricsWriter, load_tags
 from megamix.report.plot import figures
 from tests.report.test_metrics import LAYER
 
 
-def layer(number: float, headroom: float = 3.0) -> LayerPrecision:
+def layer(number, headroom=3.0):
     return replace(LAYER, unscaled_below_share=number, headroom=headroom, hidden_update_share=2 * number)
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Path:
+def run(tmp_path):
     """Write an FP16 run with two overflows, two validations and two examined steps, the second of them an overflow."""
     return _write_run(tmp_path / "mine")
 
 
-def _write_run(folder: Path) -> Path:
+def _write_run(folder):
     with MetricsWriter(folder, tensorboard=False) as writer:
         writer.write(1, {"loss_scale": 2.0**24, "skipped_steps": 1})
         rates = {"lr": 0.25, "grad_norm": 2.0, "tokens_per_s": 1000.0}
@@ -46,7 +44,7 @@ def _write_run(folder: Path) -> Path:
     return folder
 
 
-def test_every_row_finds_its_place(run: Path) -> None:
+def test_every_row_finds_its_place(run):
     history = read_history(run)
     assert history.loss == Series([10, 30], [7.0, 5.0])
     assert history.valid_loss == Series([10, 30], [6.5, 5.5])
@@ -64,7 +62,7 @@ def test_every_row_finds_its_place(run: Path) -> None:
     assert math.isnan(headroom[1][1])
 
 
-def test_the_load_of_experts_is_drawn_of_the_last_counts(run: Path, capsys) -> None:
+def test_the_load_of_experts_is_drawn_of_the_last_counts(run, capsys):
     assert read_history(run).loads == {}
     counts = {"blocks.0": [0.0, 2.0], "blocks.1": [3.0, 1.0, 1.0, 3.0]}
     with MetricsWriter(run, tensorboard=False) as writer:
@@ -82,7 +80,7 @@ def test_the_load_of_experts_is_drawn_of_the_last_counts(run: Path, capsys) -> N
     assert f"{run / 'load.png'}\n" in capsys.readouterr().out
 
 
-def test_a_foreign_name_that_looks_like_one_of_ours_is_left_out(run: Path, capsys) -> None:
+def test_a_foreign_name_that_looks_like_one_of_ours_is_left_out(run, capsys):
     for row in (
         '{"step": 1, "precision/mine": 1.0}',
         '{"step": 30, "precision/mine/embedding": 1.0}',
@@ -96,7 +94,7 @@ def test_a_foreign_name_that_looks_like_one_of_ours_is_left_out(run: Path, capsy
     assert main(["plot", str(run)]) == 0, capsys.readouterr().err
 
 
-def test_what_is_drawn_is_what_was_read(run: Path) -> None:
+def test_what_is_drawn_is_what_was_read(run):
     history = read_history(run)
     drawn = figures(history)
     curves = {axes.get_title(loc="left"): axes.lines[0].get_xydata().tolist() for axes in drawn["curves"].axes}
@@ -118,7 +116,7 @@ def test_what_is_drawn_is_what_was_read(run: Path) -> None:
         assert [label.get_text() for label in axes.get_xticklabels()] == ["10", "20"]
 
 
-def test_a_step_from_which_the_run_went_on_is_a_line_in_each_panel(run: Path) -> None:
+def test_a_step_from_which_the_run_went_on_is_a_line_in_each_panel(run):
     with MetricsWriter(run, tensorboard=False, applied=30) as writer:
         writer.write(40, {"loss": 4.0, "loss_scale": 2.0**22, "skipped_steps": 2})
     drawn = figures(read_history(run))
@@ -128,12 +126,12 @@ def test_a_step_from_which_the_run_went_on_is_a_line_in_each_panel(run: Path) ->
     assert _legend(run) == ["training", "validation", "resumed"]
 
 
-def _legend(folder: Path) -> list[str]:
+def _legend(folder):
     axes = figures(read_history(folder))["loss"].axes[0]
     return [text.get_text() for text in axes.get_legend().get_texts()]
 
 
-def test_no_heat_map_of_one_column_and_nothing_that_is_not_there_is_drawn(tmp_path: Path) -> None:
+def test_no_heat_map_of_one_column_and_nothing_that_is_not_there_is_drawn(tmp_path):
     with MetricsWriter(tmp_path, tensorboard=False) as writer:
         writer.write(10, {"loss": 7.0})
         writer.write_precision(10, {"embedding": layer(0.01)})
@@ -141,12 +139,12 @@ def test_no_heat_map_of_one_column_and_nothing_that_is_not_there_is_drawn(tmp_pa
     assert [*figures(read_history(tmp_path))] == ["loss", "curves"]
 
 
-def test_communication_is_drawn_of_a_profiled_attempt_whose_gathers_are_beside_the_next(run: Path) -> None:
+def test_communication_is_drawn_of_a_profiled_attempt_whose_gathers_are_beside_the_next(run):
     assert "communication" not in figures(read_history(run))
     kinds = ("reduce_scatter", "all_gather")
     with MetricsWriter(run, tensorboard=False) as writer:
         for attempt, bucket in ((3, 0), (4, 0), (4, 1), (5, 0)):
-            row: dict[str, float] = {"communication/attempt": attempt, "communication/bucket": bucket}
+            row = {"communication/attempt": attempt, "communication/bucket": bucket}
             for kind in kinds:
                 times = {"launched_s": 0.5, "landed_s": 0.75 + bucket, "needed_s": 0.625, "waited_s": 0.125}
                 row |= {f"communication/{kind}/{name}": s for name, s in times.items()}
@@ -159,16 +157,16 @@ def test_communication_is_drawn_of_a_profiled_attempt_whose_gathers_are_beside_t
     assert "waited for all-gather: 250.0 ms" in [text.get_text() for text in axes.get_legend().get_texts()]
 
 
-def test_the_command_leaves_pngs_in_the_run_s_folder(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_leaves_pngs_in_the_run_s_folder(run, capsys):
     assert main(["plot", str(run)]) == 0
     written = [*map(Path, capsys.readouterr().out.splitlines())]
     assert written == [run / f"{name}.png" for name in ("loss", "curves", "range")]
     assert struct.unpack(">II", (run / "loss.png").read_bytes()[16:24]) == (1104, 403)
 
 
-def test_several_runs_are_drawn_in_one_picture(run: Path, tmp_path: Path, capsys, monkeypatch) -> None:
+def test_several_runs_are_drawn_in_one_picture(run, tmp_path, capsys, monkeypatch):
     other, alike = _write_run(tmp_path / "other"), _write_run(tmp_path / "elsewhere/mine")
-    drawn: list[Figure] = []
+    drawn = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **keys: drawn.append(figure))
     for runs, names in (((run, other), ["mine", "other"]), ((run, alike), [str(run), str(alike)])):
         assert main(["plot", *map(str, runs)]) == 0
@@ -179,28 +177,28 @@ def test_several_runs_are_drawn_in_one_picture(run: Path, tmp_path: Path, capsys
             assert len({line.get_color() for line in lines}) == 2
 
 
-def test_a_run_that_is_given_twice_is_drawn_once(run: Path, capsys) -> None:
+def test_a_run_that_is_given_twice_is_drawn_once(run, capsys):
     assert main(["plot", str(run), f"{run}/../{run.name}"]) == 0
     assert "compared" not in capsys.readouterr().out
 
 
-def test_names_that_matplotlib_reads_otherwise_are_shown(tmp_path: Path, monkeypatch) -> None:
+def test_names_that_matplotlib_reads_otherwise_are_shown(tmp_path, monkeypatch):
     runs = [_write_run(tmp_path / name) for name in ("$a_$", "_b")]
     assert main(["plot", *map(str, runs)]) == 0
     assert main(["plot", str(runs[0])]) == 0
-    drawn: list[Figure] = []
+    drawn = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **keys: drawn.append(figure))
     assert main(["plot", *map(str, runs)]) == 0
     texts = [text.get_text() for text in drawn[0].axes[0].get_legend().get_texts()]
     assert texts == [r"\$a_\$", "validation", "\u200b_b"]
 
 
-def test_the_quickstart_s_heat_maps_have_many_columns() -> None:
+def test_the_quickstart_s_heat_maps_have_many_columns():
     config = load_config(Path(__file__).parents[2] / "configs/quickstart.toml")
     assert config.training.steps // config.metrics.precision_interval >= 10
 
 
-def test_a_run_without_a_scale_has_no_panel_for_one(tmp_path: Path) -> None:
+def test_a_run_without_a_scale_has_no_panel_for_one(tmp_path):
     with MetricsWriter(tmp_path, tensorboard=False) as writer:
         writer.write(3, {"loss_scale": 1.0, "skipped_steps": 1})  # an overflow in BF16
         writer.write(10, {"loss": 7.0, "loss_scale": None, "skipped_steps": 1})
@@ -208,7 +206,7 @@ def test_a_run_without_a_scale_has_no_panel_for_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("line", ['{"step": 40, "train/lo', "[" * 100_000, '{"st', "[2]", '{"train/loss": 1}'])
-def test_a_line_that_no_run_has_written_whole_is_left_out(run: Path, line: str) -> None:
+def test_a_line_that_no_run_has_written_whole_is_left_out(run, line):
     whole = read_history(run)
     rows = (run / "metrics.jsonl").read_text()
     (run / "metrics.jsonl").write_text(f"{line}\n{rows}{line}")
@@ -216,7 +214,7 @@ def test_a_line_that_no_run_has_written_whole_is_left_out(run: Path, line: str) 
 
 
 @pytest.mark.parametrize("text", [None, "", '{"step"', '{"step": 1, "train/loss": null}\n'])
-def test_what_cannot_be_drawn_is_named(tmp_path: Path, capsys, text: str | None) -> None:
+def test_what_cannot_be_drawn_is_named(tmp_path, capsys, text):
     if text is not None:
         (tmp_path / "metrics.jsonl").write_text(text)
     assert main(["plot", str(tmp_path)]) == 2
@@ -225,7 +223,7 @@ def test_what_cannot_be_drawn_is_named(tmp_path: Path, capsys, text: str | None)
     assert not list(tmp_path.glob("*.png"))
 
 
-def test_matplotlib_that_is_not_installed_is_answered_with_the_pip_line(run: Path, monkeypatch, capsys) -> None:
+def test_matplotlib_that_is_not_installed_is_answered_with_the_pip_line(run, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["plot", str(run)]) == 2
     assert (

@@ -1,7 +1,5 @@
 """Shares, histogram, headroom and hidden updates of a layer equal a count over its whole gradient."""
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 
@@ -15,7 +13,7 @@ from megamix.mixed_precision.examination import layer_of
 from megamix.mixed_precision.flat_layout import FlatLayout
 from megamix.report.interval_report import gather_precision
 from megamix.report.metrics import FIRST_EXPONENT, LAST_EXPONENT, LayerPrecision
-from tests.distributed.models import loss_of, make_batch, make_model
+from tests.builders import loss_of, make_batch, make_model
 
 ACCUM, SCALE = 2, 2.0**8
 
@@ -32,7 +30,7 @@ class Seen(NamedTuple):
     layers: dict[str, LayerPrecision]
 
 
-def _examined_step(dtype: torch.dtype, grad_dtype: torch.dtype, overflow: bool) -> Seen:
+def _examined_step(dtype, grad_dtype, overflow):
     model = make_model(tied=False)
     engine = ShardedEngine(
         model,
@@ -56,14 +54,14 @@ def _examined_step(dtype: torch.dtype, grad_dtype: torch.dtype, overflow: bool) 
     return Seen(engine.plan.layout, sums, *old, *_masters_and_halves(engine), layers)
 
 
-def _masters_and_halves(engine: ShardedEngine) -> tuple[list[Tensor], list[Tensor]]:
+def _masters_and_halves(engine):
     masters = [bucket.master.clone() for bucket in engine.buckets]
     return masters, [bucket.param_shard.clone() for bucket in engine.buckets]
 
 
-def _whole(ranks: list[Seen], kind: str) -> dict[str, Tensor]:
+def _whole(ranks, kind):
     """Return each layer's elements from all ranks, without padding, in FP64."""
-    found: dict[str, list[Tensor]] = {}
+    found = {}
     for index, bucket in enumerate(ranks[0].layout.buckets):
         flat = torch.cat([getattr(rank, kind)[index] for rank in ranks])
         for slot in bucket.slots:
@@ -71,7 +69,7 @@ def _whole(ranks: list[Seen], kind: str) -> dict[str, Tensor]:
     return {layer: torch.cat(parts) for layer, parts in found.items()}
 
 
-def _share(mask: Tensor) -> float:
+def _share(mask):
     return int(mask.sum()) / mask.numel()
 
 
@@ -84,7 +82,7 @@ def _share(mask: Tensor) -> float:
         (torch.float32, torch.float32),
     ],
 )
-def test_shares_headroom_and_histogram_equal_a_count_over_the_whole_gradient(run_ranks, dtype, grad_dtype) -> None:
+def test_shares_headroom_and_histogram_equal_a_count_over_the_whole_gradient(run_ranks, dtype, grad_dtype):
     ranks = run_ranks(_examined_step, 2, dtype, grad_dtype, False)
     grads = _whole(ranks, "grads")
     assert ranks[0].layers == ranks[1].layers
@@ -108,7 +106,7 @@ def test_shares_headroom_and_histogram_equal_a_count_over_the_whole_gradient(run
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_hidden_updates_equal_a_comparison_of_whole_copies(run_ranks, dtype: torch.dtype) -> None:
+def test_hidden_updates_equal_a_comparison_of_whole_copies(run_ranks, dtype):
     ranks = run_ranks(_examined_step, 2, dtype, dtype, False)
     old_masters, old_halves = _whole(ranks, "old_masters"), _whole(ranks, "old_halves")
     new_masters, new_halves = _whole(ranks, "new_masters"), _whole(ranks, "new_halves")
@@ -121,7 +119,7 @@ def test_hidden_updates_equal_a_comparison_of_whole_copies(run_ranks, dtype: tor
     assert 0 < max(shares) < 1
 
 
-def test_an_overflow_has_no_headroom_and_no_update_and_still_counts(run_ranks) -> None:
+def test_an_overflow_has_no_headroom_and_no_update_and_still_counts(run_ranks):
     ranks = run_ranks(_examined_step, 2, torch.float16, torch.float16, True)
     grads = _whole(ranks, "grads")
     overflowed = 0

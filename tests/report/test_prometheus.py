@@ -1,11 +1,8 @@
 """The file for Prometheus is valid, in its names, types and units, at every instant; it says when the run has ended."""
 
-from __future__ import annotations
-
 import math
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -27,14 +24,14 @@ ROW = {
 SAMPLE = re.compile(r'(megamix_[a-z_]+)\{run="((?:[^"\\\n]|\\.)*)"(?:,([a-z]+)="((?:[^"\\\n]|\\.)*)")?\} (\S+)')
 
 
-def _tracker(folder: Path) -> PrometheusTracker:
+def _tracker(folder):
     return PrometheusTracker(file=str(folder / "run.prom"), folder=Path("runs/mine"), config={})
 
 
-def _samples(folder: Path) -> dict[tuple[str, str | None], float]:
+def _samples(folder):
     """Return the file's values, by metric and label; every line of another form is an error."""
-    found: dict[tuple[str, str | None], float] = {}
-    described: list[str] = []
+    found = {}
+    described = []
     for line in (folder / "run.prom").read_text().splitlines():
         if line.startswith("#"):
             described.append(line.split(" ")[2])
@@ -48,7 +45,7 @@ def _samples(folder: Path) -> dict[tuple[str, str | None], float]:
     return found
 
 
-def test_values_have_prometheus_units_and_labels(tmp_path: Path) -> None:
+def test_values_have_prometheus_units_and_labels(tmp_path):
     tracker = _tracker(tmp_path)
     tracker.log(8, ROW)
     got = _samples(tmp_path)
@@ -69,7 +66,7 @@ def test_values_have_prometheus_units_and_labels(tmp_path: Path) -> None:
     }
 
 
-def test_an_overflow_is_no_update_and_the_end_is_told(tmp_path: Path) -> None:
+def test_an_overflow_is_no_update_and_the_end_is_told(tmp_path):
     tracker = _tracker(tmp_path)
     tracker.log(8, ROW)
     tracker.log(9, {TAGS["loss_scale"]: 512.0, TAGS["skipped_steps"]: 1})
@@ -82,8 +79,8 @@ def test_an_overflow_is_no_update_and_the_end_is_told(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["run.prom"], "it is renamed into place"
 
 
-def test_the_client_of_prometheus_reads_it(tmp_path: Path) -> None:
-    parser: Any = pytest.importorskip("prometheus_client.parser")
+def test_the_client_of_prometheus_reads_it(tmp_path):
+    parser = pytest.importorskip("prometheus_client.parser")
     tracker = _tracker(tmp_path)
     tracker.log(8, ROW)
     families = {family.name: family for family in parser.text_string_to_metric_families(_text(tmp_path))}
@@ -93,5 +90,5 @@ def test_the_client_of_prometheus_reads_it(tmp_path: Path) -> None:
     assert all(family.documentation for family in families.values())
 
 
-def _text(folder: Path) -> str:
+def _text(folder):
     return (folder / "run.prom").read_text()

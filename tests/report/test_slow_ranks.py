@@ -2,24 +2,20 @@
 work.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
-from megamix.report.slow_ranks import KINDS, RankPlace, Slow, SlowRanks
+from megamix.report.slow_ranks import KINDS, RankPlace, SlowRanks
 
 FORWARD = KINDS.index("forward_backward")
 SECONDS = (0.01, 1.0, 0.1)  # of each kind
 
 
-def _places(hosts: int, each: int) -> list[RankPlace]:
+def _places(hosts, each):
     return [RankPlace(f"n{rank // each}", 0, rank) for rank in range(hosts * each)]
 
 
-def _judged(
-    rule: SlowRanks, size: int, slow: dict[int, float], rng: np.random.Generator, intervals: int, noise: float = 0.03
-) -> list[Slow]:
+def _judged(rule, size, slow, rng, intervals, noise=0.03):
     """Return all verdicts. `slow`: how many times as long forward and backward of a rank take. `noise`: its spread."""
     found = []
     for _ in range(intervals):
@@ -31,7 +27,7 @@ def _judged(
 
 
 @pytest.mark.parametrize("size", [2, 4, 16])
-def test_a_rank_that_is_slow_by_30_percent_is_named_and_no_other(size: int) -> None:
+def test_a_rank_that_is_slow_by_30_percent_is_named_and_no_other(size):
     for seed in range(20):
         rng, slow = np.random.default_rng(seed), seed % size
         rule = SlowRanks(_places(1, size))
@@ -43,45 +39,45 @@ def test_a_rank_that_is_slow_by_30_percent_is_named_and_no_other(size: int) -> N
         assert rule.slowest()[0] == slow
 
 
-def test_a_rank_whose_times_vary_widely_is_not_named_by_chance() -> None:
+def test_a_rank_whose_times_vary_widely_is_not_named_by_chance():
     rule = SlowRanks(_places(1, 4))
     rng = np.random.default_rng(1)
     found = [_judged(rule, 4, {1: factor}, rng, 1) for factor in rng.normal(1, 0.3, 200)]
     assert sum(map(bool, found)) <= 4
 
 
-def test_most_runs_of_ranks_alike_name_nobody_however_their_times_vary() -> None:
+def test_most_runs_of_ranks_alike_name_nobody_however_their_times_vary():
     for noise, most in ((0.05, 0), (0.2, 10)):
         runs = [_judged(SlowRanks(_places(1, 4)), 4, {}, np.random.default_rng(seed), 60, noise) for seed in range(20)]
         assert sum(map(bool, runs)) <= most
 
 
-def test_three_slow_intervals_at_the_start_of_a_run_name_nobody() -> None:
+def test_three_slow_intervals_at_the_start_of_a_run_name_nobody():
     rule, rng = SlowRanks(_places(1, 2)), np.random.default_rng(9)
     assert _judged(rule, 2, {1: 1.3}, rng, 4) == []
     assert _judged(rule, 2, {1: 1.3}, rng, 1)
 
 
-def test_a_rank_that_is_fast_again_is_no_longer_named() -> None:
+def test_a_rank_that_is_fast_again_is_no_longer_named():
     rule, rng = SlowRanks(_places(1, 4)), np.random.default_rng(2)
     assert _judged(rule, 4, {3: 1.5}, rng, 5)
     _judged(rule, 4, {}, rng, 3)
     assert _judged(rule, 4, {}, rng, 5) == []
 
 
-def test_a_slow_node_is_named_as_a_node_and_its_ranks_are_not() -> None:
+def test_a_slow_node_is_named_as_a_node_and_its_ranks_are_not():
     rule = SlowRanks(_places(2, 8))
     verdicts = _judged(rule, 16, dict.fromkeys(range(8, 16), 1.3), np.random.default_rng(3), 5)
     assert {one.words for one in verdicts} == {"node n1, ranks 8 to 15,"}
 
 
-def test_a_slow_rank_is_named_with_its_node() -> None:
+def test_a_slow_rank_is_named_with_its_node():
     rule = SlowRanks(_places(2, 2))
     verdicts = _judged(rule, 4, {2: 1.9}, np.random.default_rng(4), 5)
     assert {one.words for one in verdicts} == {"rank 2 on n1"}
 
 
-def test_stages_of_a_pipeline_are_compared_within_themselves() -> None:
+def test_stages_of_a_pipeline_are_compared_within_themselves():
     rng, places = np.random.default_rng(5), [RankPlace("n0", rank // 3, rank % 3) for rank in range(6)]
     heavier = dict.fromkeys(range(3, 6), 2.0)  # the work of the second stage
     assert _judged(SlowRanks(places), 6, heavier, rng, 10) == []
@@ -91,7 +87,7 @@ def test_stages_of_a_pipeline_are_compared_within_themselves() -> None:
     assert not alone.compares
 
 
-def test_ranks_that_wait_for_each_other_in_a_forward_are_named_together() -> None:
+def test_ranks_that_wait_for_each_other_in_a_forward_are_named_together():
     places = [RankPlace("n0", 0, rank // 2) for rank in range(4)]
     verdicts = _judged(SlowRanks(places), 4, {2: 1.3, 3: 1.3}, np.random.default_rng(6), 5)
     assert {one.words for one in verdicts} == {"ranks 2, 3 on n0"}

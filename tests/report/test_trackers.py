@@ -2,14 +2,9 @@
 once, with the rows it lost, and no run ends; the real wandb writes offline.
 """
 
-from __future__ import annotations
-
 import logging
 import sys
 import threading
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -22,38 +17,38 @@ from tests.conftest import FULL
 class Notes:
     """Tracker that keeps everything it gets, after doing something."""
 
-    def __init__(self, before: Callable[[str], None] = lambda call: None):
-        self.before, self.told = before, list[Any]()
+    def __init__(self, before=lambda call: None):
+        self.before, self.told = before, []
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
+    def log(self, step, values):
         self.before("log")
         self.told.append((step, dict(values), threading.current_thread().name))
 
-    def text(self, name: str, text: str) -> None:
+    def text(self, name, text):
         self.before("text")
         self.told.append((name, text))
 
-    def close(self) -> None:
+    def close(self):
         self.before("close")
         self.told.append("closed")
 
 
-def _fails(call: str) -> Callable[[str], None]:
-    def before(now: str) -> None:
+def _fails(call):
+    def before(now):
         if now == call:
             raise ConnectionError("no network")
 
     return before
 
 
-def _write(folder: Path, thread: TrackerThread, rows: int = 3) -> None:
+def _write(folder, thread, rows=3):
     with MetricsWriter(folder, tensorboard=False, trackers=[thread]) as writer:
         for step in range(rows):
             writer.write(step, {"valid_loss": 1.0 + step, "loss_scale": None}, {"mine": 2.0})
         writer.text(rows, "sample", "def f")
 
 
-def test_a_tracker_gets_all_in_order_in_its_own_thread(tmp_path: Path, caplog) -> None:
+def test_a_tracker_gets_all_in_order_in_its_own_thread(tmp_path, caplog):
     notes = Notes()
     _write(tmp_path, TrackerThread("notes", lambda: notes))
     rows = [(step, {"train/tokens": 0, "valid/loss": 1.0 + step, "mine": 2.0}, "tracker notes") for step in range(3)]
@@ -70,8 +65,8 @@ RAISING = [
 
 
 @pytest.mark.parametrize(("call", "reason", "lost"), RAISING)
-def test_one_that_raises_is_told_once(tmp_path: Path, caplog, call: str, reason: str, lost: int) -> None:
-    def build() -> Notes:
+def test_one_that_raises_is_told_once(tmp_path, caplog, call, reason, lost):
+    def build():
         if call == "build":
             raise ValueError("no account")
         return Notes(_fails(call))
@@ -85,17 +80,17 @@ def test_one_that_raises_is_told_once(tmp_path: Path, caplog, call: str, reason:
 
 
 @pytest.mark.parametrize("call", ["log", "close", "build"])
-def test_one_that_hangs_is_left_behind(tmp_path: Path, caplog, monkeypatch, call: str) -> None:
+def test_one_that_hangs_is_left_behind(tmp_path, caplog, monkeypatch, call):
     monkeypatch.setattr(trackers, "CLOSE_S", 0.1)
     monkeypatch.setattr(trackers, "MOST_WAITING", 2)
     entered, leave = threading.Event(), threading.Event()
 
-    def hang(now: str) -> None:
+    def hang(now):
         if now == call:
             entered.set()
             leave.wait()
 
-    def build() -> Notes:
+    def build():
         hang("build")
         return Notes(hang)
 
@@ -117,7 +112,7 @@ def test_one_that_hangs_is_left_behind(tmp_path: Path, caplog, monkeypatch, call
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == (1 if call == "close" else 5)
 
 
-def test_a_missing_package_is_told_with_its_fix(tmp_path: Path, caplog, monkeypatch) -> None:
+def test_a_missing_package_is_told_with_its_fix(tmp_path, caplog, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with caplog.at_level(logging.WARNING, "megamix"):
         _write(tmp_path, TrackerThread("wandb", lambda: WandbTracker(project="p", folder=tmp_path, config={})))
@@ -125,7 +120,7 @@ def test_a_missing_package_is_told_with_its_fix(tmp_path: Path, caplog, monkeypa
 
 
 @pytest.mark.skipif(not FULL, reason="MEGAMIX_FULL=1 only")
-def test_the_real_wandb_writes_offline(tmp_path: Path, caplog, monkeypatch) -> None:
+def test_the_real_wandb_writes_offline(tmp_path, caplog, monkeypatch):
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     config = {"model": {"hidden_size": 8}}

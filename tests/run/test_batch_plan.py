@@ -2,8 +2,6 @@
 as if it had never stopped.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 
@@ -17,15 +15,15 @@ Outcome = Callable[[Attempt], bool]  # returns whether the attempt overflows
 class Run:
     """Driver of a plan, as the trainer; the scale halves at an overflow and doubles after `growth` clean attempts."""
 
-    def __init__(self, plan: BatchPlan, overflows: Outcome, scale: float = 2.0**16, growth: int = 10**9):
+    def __init__(self, plan, overflows, scale=2.0**16, growth=10**9):
         self.plan, self.overflows, self.scale, self.growth = plan, overflows, scale, growth
         self.clean = 0
-        self.outcomes: dict[int, tuple[bool, float]] = {}
-        self.tried: list[Attempt] = []
-        self.applied: list[int] = []  # samples, in the order applied
-        self.fates: list[tuple[int, Fate]] = []  # first sample of the batch
+        self.outcomes = {}
+        self.tried = []
+        self.applied = []  # samples, in the order applied
+        self.fates = []  # first sample of the batch
 
-    def to(self, stop: int) -> Run:
+    def to(self, stop):
         while True:
             while self.plan.must_settle(until=stop):
                 self._settle()
@@ -41,26 +39,26 @@ class Run:
             elif self.clean % self.growth == 0:
                 self.scale *= 2
 
-    def _settle(self) -> None:
+    def _settle(self):
         attempt = self.plan.oldest()
         fate = self.plan.settle(*self.outcomes[attempt.number])
         self.fates.append((attempt.batch.samples[0].start, fate))
         if fate is Fate.APPLIED:
             self.applied += [sample for part in attempt.batch.samples for sample in part]
 
-    def first_samples(self) -> list[int]:
+    def first_samples(self):
         return [attempt.batch.samples[0].start for attempt in self.tried]
 
 
-def _waiting(samples: range, due_in: int) -> WaitingBatch:
+def _waiting(samples, due_in):
     return WaitingBatch.of(GlobalBatch((samples,), 1), due_in)
 
 
-def _at(*numbers: int) -> Outcome:
+def _at(*numbers):
     return lambda attempt: attempt.number in numbers
 
 
-def test_a_requeued_batch_comes_two_attempts_later_and_a_redone_one_at_once() -> None:
+def test_a_requeued_batch_comes_two_attempts_later_and_a_redone_one_at_once():
     requeue = Run(BatchPlan(6, 1, "requeue", 3), _at(1, 3)).to(6)
     assert requeue.first_samples() == [0, 1, 2, 1, 3, 1, 4, 5]
     assert requeue.applied == [0, 2, 3, 1, 4, 5]
@@ -69,20 +67,20 @@ def test_a_requeued_batch_comes_two_attempts_later_and_a_redone_one_at_once() ->
     assert redo.applied == [0, 1, 2, 3, 4, 5]
 
 
-def test_skipping_loses_the_batch_and_says_so() -> None:
+def test_skipping_loses_the_batch_and_says_so():
     run = Run(BatchPlan(4, 1, "skip", 3), _at(1)).to(4)
     assert run.applied == [0, 2, 3, 4]
     assert (1, Fate.LOST) in run.fates
 
 
-def test_an_overflow_at_the_very_end_starts_no_batch_beyond_the_first_n() -> None:
+def test_an_overflow_at_the_very_end_starts_no_batch_beyond_the_first_n():
     run = Run(BatchPlan(3, 1, "requeue", 3), _at(2, 3)).to(3)
     assert run.first_samples() == [0, 1, 2, 2, 2]
 
 
 @pytest.mark.parametrize("on_overflow", ["requeue", "redo"])
 @pytest.mark.parametrize("seed", range(20))
-def test_n_updates_apply_exactly_the_first_n_batches(on_overflow, seed: int) -> None:
+def test_n_updates_apply_exactly_the_first_n_batches(on_overflow, seed):
     rng = random.Random(seed)
     bad = {number for number in range(400) if rng.random() < rng.choice([0.02, 0.3])}
     # An endless downward search counts no try, so nothing is set aside.
@@ -94,7 +92,7 @@ def test_n_updates_apply_exactly_the_first_n_batches(on_overflow, seed: int) -> 
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_run_stopped_anywhere_goes_on_as_if_never_stopped(seed: int) -> None:
+def test_a_run_stopped_anywhere_goes_on_as_if_never_stopped(seed):
     rng = random.Random(seed)
     bad = {number for number in range(400) if rng.random() < 0.3}
     stop = rng.randrange(1, 60)
@@ -108,7 +106,7 @@ def test_a_run_stopped_anywhere_goes_on_as_if_never_stopped(seed: int) -> None:
     assert rest.plan.state() == whole.plan.state()
 
 
-def test_after_a_change_of_batch_size_waiting_samples_come_first_and_in_order() -> None:
+def test_after_a_change_of_batch_size_waiting_samples_come_first_and_in_order():
     waiting = (_waiting(range(8, 12), 1), _waiting(range(0, 4), 2))
     state = PlanState(applied=2, cursor=20, waiting=waiting, last_applied_scale=1.0)
     run = Run(BatchPlan(8, 3, "requeue", 3, state), _at(1)).to(8)
@@ -122,19 +120,19 @@ def test_after_a_change_of_batch_size_waiting_samples_come_first_and_in_order() 
     assert sorted(run.applied) == [*range(4), *range(8, 12), *range(20, 30)]
 
 
-def test_what_is_left_over_of_another_batch_size_survives_a_stop() -> None:
+def test_what_is_left_over_of_another_batch_size_survives_a_stop():
     state = PlanState(cursor=10, waiting=(_waiting(range(0, 10), 0),), last_applied_scale=1.0)
     first = Run(BatchPlan(9, 4, "requeue", 3, state), _at()).to(1)
     second = Run(BatchPlan(9, 4, "requeue", 3, first.plan.state()), _at()).to(9)
     assert first.applied + second.applied == list(range(36))
 
 
-def test_the_first_search_never_counts() -> None:
+def test_the_first_search_never_counts():
     run = Run(BatchPlan(5, 1, "redo", 0), _at(*range(30))).to(5)
     assert run.applied == [0, 1, 2, 3, 4]
 
 
-def test_a_growth_that_was_too_much_does_not_count() -> None:
+def test_a_growth_that_was_too_much_does_not_count():
     run = Run(BatchPlan(40, 1, "requeue", 0), _at(), growth=5)
     run.overflows = lambda attempt: run.scale > 2.0**16
     run.to(40)
@@ -144,13 +142,13 @@ def test_a_growth_that_was_too_much_does_not_count() -> None:
 
 @pytest.mark.parametrize("on_overflow", ["requeue", "redo"])
 @pytest.mark.parametrize("max_retries", [0, 1, 3])
-def test_a_batch_that_overflows_at_scales_that_worked_is_set_aside(on_overflow, max_retries: int) -> None:
+def test_a_batch_that_overflows_at_scales_that_worked_is_set_aside(on_overflow, max_retries):
     run = Run(BatchPlan(10, 2, on_overflow, max_retries), lambda attempt: range(4, 6) in attempt.batch.samples).to(10)
     assert [fate for first, fate in run.fates if first == 4] == [Fate.REQUEUED] * max_retries + [Fate.SET_ASIDE]
     assert sorted(run.applied) == [sample for sample in range(22) if sample not in (4, 5)]
 
 
-def test_two_bad_batches_in_a_row_cannot_excuse_each_other() -> None:
+def test_two_bad_batches_in_a_row_cannot_excuse_each_other():
     bad = {2, 3}
     run = Run(BatchPlan(10, 1, "requeue", 3), lambda attempt: attempt.batch.samples[0].start in bad).to(10)
     assert {first for first, fate in run.fates if fate is Fate.SET_ASIDE} == bad
@@ -158,7 +156,7 @@ def test_two_bad_batches_in_a_row_cannot_excuse_each_other() -> None:
     assert run.applied == [0, 1, *range(4, 12)]
 
 
-def test_the_state_is_refused_while_outcomes_are_to_come() -> None:
+def test_the_state_is_refused_while_outcomes_are_to_come():
     plan = BatchPlan(3, 1, "requeue", 3)
     plan.launch()
     with pytest.raises(AssertionError, match="outcomes are still to come"):

@@ -3,22 +3,19 @@ other states, is refused with words by `--check` and by a start; nothing is rena
 continues.
 """
 
-from __future__ import annotations
-
 import importlib
 import re
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from megamix.checkpoint.folder import checkpoints
 from megamix.cli import main
-from megamix.config import Config, ConfigError, config_to_toml
+from megamix.config import ConfigError, config_to_toml
+from tests.builders import run_on_ranks, tiny_job, write_data
 from tests.checkpoint.seal import edit
-from tests.train.jobs import run_on_ranks, tiny_job, write_data
 
 PLUGIN = "tuned_plugin"
 SOURCE = """
@@ -51,7 +48,7 @@ STATES = 'return {"momentum": torch.float32}'
 BUILD = "return Tuned(**keys)"
 
 
-def _with_code(folder: Path, source: str) -> None:
+def _with_code(folder, source):
     """Write the plugin's source for the next import."""
     from megamix.plugins import OPTIMIZERS
 
@@ -63,22 +60,22 @@ def _with_code(folder: Path, source: str) -> None:
     importlib.invalidate_caches()
 
 
-def _config(folder: Path, steps: int, rho: float, **sections: Any) -> Config:
+def _config(folder, steps, rho, **sections):
     return tiny_job(
         folder,
         plugins=[PLUGIN],
-        model={"num_layers": 1},
+        num_layers=1,
         optimizer={"name": "tuned", "lr": 1e-3, "tuned": {"rho": rho}},
-        precision={"dtype": "fp32"},
-        training={"steps": steps, "eval_interval": 0},
-        lr_schedule={"decay_style": "constant"},
+        dtype="fp32",
+        steps=steps,
+        eval_interval=0,
+        decay_style="constant",
         checkpoint={"save_interval": 2} | sections.get("checkpoint", {}),
-        metrics={"tensorboard": False},
     )
 
 
 @pytest.fixture
-def run(tmp_path: Path, doors: None) -> Path:
+def run(tmp_path, doors):
     """Save a run after updates 2 and 4, by a plugin that lies beside it."""
     sys.path.insert(0, str(tmp_path))
     write_data(tmp_path / "data")
@@ -87,7 +84,7 @@ def run(tmp_path: Path, doors: None) -> Path:
     return tmp_path
 
 
-def _told(run: Path, config: Config, capsys: pytest.CaptureFixture[str]) -> str:
+def _told(run, config, capsys):
     """Return the refusal, for which `--check` and a start use the same words."""
     (run / "job.toml").write_text(config_to_toml(config))
     capsys.readouterr()
@@ -121,7 +118,7 @@ CHANGES = {
 }  # fmt: skip
 
 
-def test_what_the_code_of_now_does_not_take_is_refused_and_stays(run: Path, capsys) -> None:
+def test_what_the_code_of_now_does_not_take_is_refused_and_stays(run, capsys):
     saved = {path.name for path in checkpoints(run / "run/checkpoints")}
     for name, (old, new, rho, told) in CHANGES.items():
         assert old in SOURCE
@@ -136,15 +133,13 @@ def test_what_the_code_of_now_does_not_take_is_refused_and_stays(run: Path, caps
     assert "step_00000004 after update 4" in capsys.readouterr().out
 
 
-def test_a_saved_value_that_build_refuses_now_stops_no_run_that_has_another(run: Path, capsys) -> None:
+def test_a_saved_value_that_build_refuses_now_stops_no_run_that_has_another(run, capsys):
     _with_code(run, SOURCE.replace(BUILD, "assert keys['rho'] <= 1, keys\n    " + BUILD))
     run_on_ranks(_config(run, 6, 0.5))
     assert "changed since: optimizer.tuned.rho: 2.0 -> 0.5" in capsys.readouterr().out
 
 
-def test_code_that_changed_under_a_run_is_told_in_a_line_and_an_older_checkpoint_that_kept_none_loads(
-    run: Path, capsys
-) -> None:
+def test_code_that_changed_under_a_run_is_told_in_a_line_and_an_older_checkpoint_that_kept_none_loads(run, capsys):
     _with_code(run, SOURCE.replace("at.lr *", "10 * at.lr *"))
     (run / "job.toml").write_text(config_to_toml(_config(run, 4, 2.0)))
     assert main(["train", str(run / "job.toml"), "--check"]) == 0
@@ -161,7 +156,7 @@ def test_code_that_changed_under_a_run_is_told_in_a_line_and_an_older_checkpoint
     assert "changed since" not in printed
 
 
-def test_a_new_run_begins_from_the_weights_of_changed_states(run: Path, caplog) -> None:
+def test_a_new_run_begins_from_the_weights_of_changed_states(run, caplog):
     _with_code(run, SOURCE.replace(STATES, CHANGES["a state added"][1]))
     newest = checkpoints(run / "run/checkpoints")[0]
     run_on_ranks(_config(run, 6, 2.0, checkpoint={"folder": str(run / "next"), "resume": str(newest)}))
@@ -169,15 +164,15 @@ def test_a_new_run_begins_from_the_weights_of_changed_states(run: Path, caplog) 
     assert checkpoints(run / "next/checkpoints")[0].name == "step_00000006"
 
 
-def _refused(config: Config) -> str:
+def _refused(config):
     with pytest.raises(ConfigError) as refused:
         run_on_ranks(config)
     return str(refused.value)
 
 
-def test_two_ranks_are_refused_alike(run_ranks, tmp_path: Path) -> None:
+def test_two_ranks_are_refused_alike(run_ranks, tmp_path):
     write_data(tmp_path / "data")
-    config = tiny_job(tmp_path, training={"steps": 2, "eval_interval": 0}, metrics={"tensorboard": False})
+    config = tiny_job(tmp_path, steps=2, eval_interval=0)
     run_on_ranks(config)
     (saved,) = checkpoints(tmp_path / "run/checkpoints")
     edit(saved, lambda fields: fields["params"][0].update(aliases=["x"]))
@@ -187,7 +182,7 @@ def test_two_ranks_are_refused_alike(run_ranks, tmp_path: Path) -> None:
     assert checkpoints(tmp_path / "run/checkpoints") == [saved]
 
 
-def test_what_was_set_aside_and_is_whole_can_be_brought_back(run: Path, capsys) -> None:
+def test_what_was_set_aside_and_is_whole_can_be_brought_back(run, capsys):
     folder = run / "run/checkpoints"
     newest, older = checkpoints(folder)
     for path, end in ((newest, "damaged-0123abcd"), (older, "damaged-4567abcd")):
@@ -210,7 +205,7 @@ def test_what_was_set_aside_and_is_whole_can_be_brought_back(run: Path, capsys) 
     assert "step_00000004 after update 4" in capsys.readouterr().out
 
 
-def test_restore_takes_one_by_its_path_and_never_the_place_of_another(run: Path, capsys) -> None:
+def test_restore_takes_one_by_its_path_and_never_the_place_of_another(run, capsys):
     newest, _ = checkpoints(run / "run/checkpoints")
     aside = Path(shutil.copytree(newest, newest.with_name(f"{newest.name}.damaged-0123abcd")))
     assert main(["checkpoint", "restore", str(aside)]) == 2

@@ -2,29 +2,26 @@
 full, gone, hung or another run's is told, ends no run and changes none of its bits.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys
 import tempfile
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from megamix.checkpoint.folder import applied_updates, checkpoints
 from megamix.cli import main
-from megamix.config import Config, ConfigError, config_to_toml
+from megamix.config import ConfigError, config_to_toml
 from megamix.durable import write_text
 from megamix.run import checkpointing, copies
-from megamix.run.copies import Copier, Take, takes_of
+from megamix.run.copies import Copier, takes_of
 from megamix.run.run_folder import check, checkpoint_words, copy_problems
 from megamix.supervise.run_lock import run_lock
+from tests.builders import run_on_ranks, tiny_job
 from tests.checkpoint.state import save_steps
 from tests.train.broken_disk import FULL, broken_disk
-from tests.train.jobs import Sections, run_on_ranks, tiny_job
 from tests.train.outcome import differences, end_of
 
 WAIT_S = 60.0
@@ -34,15 +31,15 @@ NOT_FINISHED = "copies of checkpoints are NOT finished; `megamix checkpoint copy
 class Elsewhere:
     """A place that takes checkpoints, or fails. `begun` and `tried` are released at either end of each try."""
 
-    def __init__(self) -> None:
-        self.fault: Exception | None = None
-        self.names: list[str] = []
-        self.lines: list[str] = []
+    def __init__(self):
+        self.fault = None
+        self.names = []
+        self.lines = []
         self.begun, self.tried = threading.Semaphore(0), threading.Semaphore(0)
         self.may_go_on = threading.Event()
         self.may_go_on.set()
 
-    def take(self, path: Path) -> str:
+    def take(self, path):
         self.begun.release()
         try:
             self.may_go_on.wait(WAIT_S)
@@ -54,26 +51,26 @@ class Elsewhere:
             self.tried.release()
 
 
-def _wait(for_one: threading.Semaphore) -> None:
+def _wait(for_one):
     assert for_one.acquire(timeout=WAIT_S)
 
 
 @pytest.fixture
-def elsewhere() -> Elsewhere:
+def elsewhere():
     return Elsewhere()
 
 
-def _save(folder: Path, *steps: int) -> None:
+def _save(folder, *steps):
     for step in steps:
         (folder / f"step_{step:08d}").mkdir(parents=True)
 
 
-def _ends(copier: Copier) -> bool:
+def _ends(copier):
     copier.close()
     return copier.ends_within(WAIT_S)
 
 
-def test_the_newest_is_taken_first_and_each_once(tmp_path: Path, elsewhere: Elsewhere) -> None:
+def test_the_newest_is_taken_first_and_each_once(tmp_path, elsewhere):
     elsewhere.may_go_on.clear()
     _save(tmp_path, 1, 2)
     copier = Copier(tmp_path, elsewhere.take, elsewhere.lines.append)
@@ -87,9 +84,7 @@ def test_the_newest_is_taken_first_and_each_once(tmp_path: Path, elsewhere: Else
     assert elsewhere.lines == [f"took {name}" for name in elsewhere.names]
 
 
-def test_a_failure_is_told_once_and_tried_again_until_it_succeeds(
-    tmp_path: Path, elsewhere: Elsewhere, monkeypatch
-) -> None:
+def test_a_failure_is_told_once_and_tried_again_until_it_succeeds(tmp_path, elsewhere, monkeypatch):
     monkeypatch.setattr(copies, "RETRY_S", 0.001)
     elsewhere.fault = OSError("the target is away")
     _save(tmp_path, 1)
@@ -102,7 +97,7 @@ def test_a_failure_is_told_once_and_tried_again_until_it_succeeds(
     assert elsewhere.lines == [told, "took step_00000001"]
 
 
-def test_a_damaged_one_is_left_out_and_a_removed_one_is_no_failure(tmp_path: Path, elsewhere: Elsewhere) -> None:
+def test_a_damaged_one_is_left_out_and_a_removed_one_is_no_failure(tmp_path, elsewhere):
     elsewhere.fault = ValueError("its checksum")
     _save(tmp_path, 1)
     copier = Copier(tmp_path, elsewhere.take, elsewhere.lines.append)
@@ -119,31 +114,32 @@ def test_a_damaged_one_is_left_out_and_a_removed_one_is_no_failure(tmp_path: Pat
     assert elsewhere.lines == ["checkpoint NOT copied: its checksum"]
 
 
-def _config(folder: Path, data: Path, own: Sections | None = None, **checkpoint: Any) -> Config:
+def _config(folder, data, own=None, **checkpoint):
     return tiny_job(
         folder,
         own or {"model": {"num_layers": 1}},
         tokens=data,
-        training={"steps": 12, "eval_interval": 0},
+        steps=12,
+        eval_interval=0,
         checkpoint={"save_interval": 3, **checkpoint},
-        metrics={"tensorboard": False, "precision_interval": 0},
+        precision_interval=0,
     )
 
 
 @pytest.fixture(scope="module")
-def plain(data: Path, tmp_path_factory) -> dict[str, Any]:
+def plain(data, tmp_path_factory):
     folder = tmp_path_factory.mktemp("plain")
     run_on_ranks(_config(folder, data))
     return end_of(folder)
 
 
-def _updates(folder: Path) -> list[int]:
+def _updates(folder):
     return [applied_updates(path) for path in checkpoints(folder / "checkpoints")]
 
 
-def test_a_run_goes_on_bit_for_bit_from_the_copies_of_a_lost_one(tmp_path: Path, data: Path, run_ranks) -> None:
+def test_a_run_goes_on_bit_for_bit_from_the_copies_of_a_lost_one(tmp_path, data, run_ranks):
     copied = tmp_path / "elsewhere/copies"
-    own: dict[str, Any] = {"model": {"num_layers": 2}, "parallelism": {"pp_size": 2}}
+    own = {"model": {"num_layers": 2}, "parallelism": {"pp_size": 2}}
     config = _config(tmp_path, data, own, copy_to=str(copied), copy_keep=1, keep_every=6)
     assert checkpoint_words(config).endswith(f"; copied to {copied}")
     run_ranks(run_on_ranks, 2, config)
@@ -158,7 +154,7 @@ def test_a_run_goes_on_bit_for_bit_from_the_copies_of_a_lost_one(tmp_path: Path,
 
 
 @pytest.mark.parametrize("trouble", ["full", "gone", "held"])
-def test_a_target_in_trouble_is_told_and_ends_no_run(tmp_path: Path, data: Path, plain, capsys, trouble: str) -> None:
+def test_a_target_in_trouble_is_told_and_ends_no_run(tmp_path, data, plain, capsys, trouble):
     target = tmp_path / "copies"
     target.mkdir()
     config = _config(tmp_path, data, copy_to=str(target))
@@ -183,7 +179,7 @@ def test_a_target_in_trouble_is_told_and_ends_no_run(tmp_path: Path, data: Path,
     assert json.loads((tmp_path / "run/status.json").read_text())["state"] == "finished"
 
 
-def test_a_target_that_hangs_is_left_behind_at_the_end(tmp_path: Path, data: Path, capsys, monkeypatch) -> None:
+def test_a_target_that_hangs_is_left_behind_at_the_end(tmp_path, data, capsys, monkeypatch):
     monkeypatch.setattr(checkpointing, "COPIES_S", 0.01)
     elsewhere = Elsewhere()
     elsewhere.may_go_on.clear()
@@ -194,7 +190,7 @@ def test_a_target_that_hangs_is_left_behind_at_the_end(tmp_path: Path, data: Pat
     assert len(checkpoints(tmp_path / "run/checkpoints")) == 3, "one is not removed, as it is being copied"
 
 
-def test_the_verb_refuses_a_folder_with_copies_of_another_run(tmp_path: Path, capsys) -> None:
+def test_the_verb_refuses_a_folder_with_copies_of_another_run(tmp_path, capsys):
     target = tmp_path / "copies"
     for name in ("a", "b"):
         (tmp_path / name / "run").mkdir(parents=True)
@@ -206,17 +202,17 @@ def test_the_verb_refuses_a_folder_with_copies_of_another_run(tmp_path: Path, ca
         assert main([*words, str(tmp_path / source), str(target)]) == 2
         assert f"{target} has copies of another run, {tmp_path / 'a/run'}" in capsys.readouterr().err
     assert [path.name for path in checkpoints(target / "checkpoints")] == ["step_00000001"]
-    other = tiny_job(tmp_path / "b", checkpoint={"copy_to": str(target)})
+    other = tiny_job(tmp_path / "b", copy_to=str(target))
     assert "has copies of another run" in "".join(copy_problems(other))
     assert main([*words, str(target), str(tmp_path / "back")]) == 0  # a lost run comes back
 
 
-def _take(config: Config) -> Take:
+def _take(config):
     (take,) = takes_of(config, lambda path: False, lambda line: None)
     return take
 
 
-def test_a_program_takes_checkpoints_and_its_last_line_says_why_it_failed(tmp_path: Path, data: Path) -> None:
+def test_a_program_takes_checkpoints_and_its_last_line_says_why_it_failed(tmp_path, data):
     program = [sys.executable, "-c", "import sys; open(sys.argv[1] + '/' + sys.argv[2], 'x')", "{path}", "{name}"]
     take = _take(_config(tmp_path, data, copy_command=program))
     assert take(tmp_path) == f"copied {tmp_path.name} by {sys.executable}"
@@ -228,13 +224,13 @@ def test_a_program_takes_checkpoints_and_its_last_line_says_why_it_failed(tmp_pa
 
 
 @pytest.fixture
-def checkpoint(tmp_path: Path) -> Path:
+def checkpoint(tmp_path):
     (tmp_path / "run").mkdir()
     save_steps(tmp_path / "run/checkpoints", [1])
     return tmp_path / "run/checkpoints/step_00000001"
 
 
-def test_the_folder_of_another_run_is_refused(tmp_path: Path, data: Path, checkpoint: Path, monkeypatch) -> None:
+def test_the_folder_of_another_run_is_refused(tmp_path, data, checkpoint, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "1")
     shared = str(tmp_path / "copies")
     (tmp_path / "copies").mkdir()
@@ -252,9 +248,7 @@ def test_the_folder_of_another_run_is_refused(tmp_path: Path, data: Path, checkp
         check(_config(tmp_path / "two", data, copy_to=str(tmp_path / "two/run")))
 
 
-def test_a_target_whose_file_system_is_gone_gets_no_copies_in_its_place(
-    tmp_path: Path, data: Path, checkpoint: Path
-) -> None:
+def test_a_target_whose_file_system_is_gone_gets_no_copies_in_its_place(tmp_path, data, checkpoint):
     mounted, empty, target = Path(tempfile.mkdtemp(dir="/dev/shm")), tmp_path / "empty", tmp_path / "copies"
     try:
         if mounted.stat().st_dev == tmp_path.stat().st_dev:

@@ -2,15 +2,11 @@
 with them. If they do not fit either, the first error stays.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os
 import signal
 from contextlib import nullcontext
-from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -19,21 +15,20 @@ from safetensors.torch import load_file
 
 from megamix.checkpoint.folder import Files
 from megamix.comm.topology import Topology
-from megamix.config import Config
 from megamix.hub.source import open_source
-from megamix.run.batch_plan import BatchPlan
 from megamix.run.run_folder import checkpoint_folder
 from megamix.supervise.status import EndedEarlyError, LeaveRequest
 from megamix.train import joined
-from tests.train.jobs import EXPERTS, Record, Sections, attempts_recorded, run_on_ranks, tiny_job
+from tests.builders import EXPERTS, run_on_ranks, tiny_job
+from tests.train.recorded import Record, attempts_recorded
 
 STEPS = 11
-PLAIN: Sections = {}
-MUON: Sections = {"optimizer": {"name": "muon"}, "model": {"experts": EXPERTS}}  # several sets of states, and buffers
+PLAIN = {}
+MUON = {"optimizer": {"name": "muon"}, "model": {"experts": EXPERTS}}  # several sets of states, and buffers
 
 
-def _config(folder: Path, data: Path, job: Sections, steps: int = STEPS, **checkpoint: Any) -> Config:
-    sections: Sections = {
+def _config(folder, data, job, steps=STEPS, **checkpoint):
+    sections = {
         "training": {"steps": steps},
         "lr_schedule": {"decay_style": "constant"},  # does not depend on the length
         "checkpoint": {"save_interval": 4, "async_save": False, **checkpoint},
@@ -41,7 +36,7 @@ def _config(folder: Path, data: Path, job: Sections, steps: int = STEPS, **check
     return tiny_job(folder, job, sections, tokens=data)
 
 
-def _outcome(config: Config) -> str:
+def _outcome(config):
     try:
         run_on_ranks(config)
     except EndedEarlyError as error:
@@ -49,7 +44,7 @@ def _outcome(config: Config) -> str:
     return "finished"
 
 
-def _on_a_full_disk(config: Config, asked: bool, weights_fail: bool) -> str:
+def _on_a_full_disk(config, asked, weights_fail):
     """Run a job whose third save does not fit on the disk, but its weights do.
 
     `asked`: the second rank gets a signal before the ninth update. `weights_fail`: that rank cannot write the weights.
@@ -57,16 +52,16 @@ def _on_a_full_disk(config: Config, asked: bool, weights_fail: bool) -> str:
     request, saves, create = LeaveRequest(), iter((2**40, 2**40)), Files.create
     first = Topology.current().dp.rank == 0
 
-    def ask(plan: BatchPlan) -> None:
+    def ask(plan):
         if asked and plan.launched == 8 and not first:
             request.ask(signal.SIGTERM)
 
-    def free(files: Files, path: Path) -> int:
+    def free(files, path):
         saved = checkpoint_folder(config) / "step_00000008"
         # A save leaves a megabyte free. The weights are a half of Muon's checkpoint, and a third of AdamW's.
         return next(saves, None) or (1 << 20) + sum(file.stat().st_size for file in saved.glob("rank_*")) * 3 // 4
 
-    def create_or_fail(files: Files, path: Path) -> Any:
+    def create_or_fail(files, path):
         if weights_fail and not first and "weights_after" in str(path):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return create(files, path)
@@ -81,9 +76,7 @@ def _on_a_full_disk(config: Config, asked: bool, weights_fail: bool) -> str:
 
 
 @pytest.mark.parametrize(("job", "asked"), [(PLAIN, False), (MUON, True)])
-def test_weights_of_a_run_on_a_full_disk_are_kept_and_a_run_begins_with_them(
-    run_ranks, tmp_path, data, job: Sections, asked: bool
-) -> None:
+def test_weights_of_a_run_on_a_full_disk_are_kept_and_a_run_begins_with_them(run_ranks, tmp_path, data, job, asked):
     first, second = run_ranks(_on_a_full_disk, 2, _config(tmp_path, data, job), asked, False)
     assert first == second
     run = tmp_path / "run"
@@ -106,7 +99,7 @@ def test_weights_of_a_run_on_a_full_disk_are_kept_and_a_run_begins_with_them(
     assert _outcome(_config(tmp_path, data, job)) == "finished"  # from its newest checkpoint, once there is room
 
 
-def test_weights_that_do_not_fit_either_leave_the_first_error_and_no_folder(run_ranks, tmp_path, data) -> None:
+def test_weights_that_do_not_fit_either_leave_the_first_error_and_no_folder(run_ranks, tmp_path, data):
     first, second = run_ranks(_on_a_full_disk, 2, _config(tmp_path, data, PLAIN), False, True)
     assert first == second
     before, _, after = first.partition("; nor could the weights alone: rank 1: OSError: [Errno 28] No space left")

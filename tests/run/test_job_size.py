@@ -2,24 +2,22 @@
 has; `--check` and a start note that a disk has too little room for them.
 """
 
-from __future__ import annotations
-
 import shutil
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 
 from megamix.checkpoint.folder import checkpoints
 from megamix.cli import main
-from megamix.config import Config, config_to_toml
+from megamix.config import config_to_toml
 from megamix.run import job_size
 from megamix.run.job_size import disk_problem, size_lines
 from megamix.run.least_memory import amount, least_held
-from tests.train.jobs import EXPERTS, Sections, run_on_ranks, tiny_job
+from tests.builders import EXPERTS, run_on_ranks, tiny_job
 
-WIDE: Sections = {"model": {"hidden_size": 128}, "training": {"steps": 2, "eval_interval": 0}}  # headers count little
+WIDE = {"model": {"hidden_size": 128}, "training": {"steps": 2, "eval_interval": 0}}  # headers count little
 # Twelve bytes a parameter with AdamW; eight of a matrix with Muon; buffers; a moment of two bytes; an average.
-JOBS: dict[str, Sections] = {
+JOBS = {
     "adamw": {"training": {"average": {"decay": 0.9}}},
     "muon": {"optimizer": {"name": "muon"}},
     "nag, bf16": {"optimizer": {"name": "nag", "nag": {"state_dtype": "bf16"}}},
@@ -27,9 +25,9 @@ JOBS: dict[str, Sections] = {
 }
 
 
-def _words(config: Config) -> dict[str, str]:
+def _words(config):
     """Return the facts by name; those of corpora under the line of the tokens."""
-    facts: dict[str, str] = {}
+    facts = {}
     name = ""
     for line in size_lines(config):
         name = line[:13].strip() or name
@@ -37,7 +35,7 @@ def _words(config: Config) -> dict[str, str]:
     return facts
 
 
-def _with_room(monkeypatch, free: int) -> None:
+def _with_room(monkeypatch, free):
     class Usage(NamedTuple):
         free: int
 
@@ -46,7 +44,7 @@ def _with_room(monkeypatch, free: int) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("name", JOBS)
-def test_a_saved_checkpoint_has_the_bytes_that_are_told(run_ranks, tmp_path, data, name: str, ranks: int) -> None:
+def test_a_saved_checkpoint_has_the_bytes_that_are_told(run_ranks, tmp_path, data, name, ranks):
     config = tiny_job(tmp_path, WIDE, JOBS[name], tokens=data)
     told = _words(config)["checkpoint"].split("; ")[0]
     run_ranks(run_on_ranks, ranks, config) if ranks > 1 else run_on_ranks(config)
@@ -55,7 +53,7 @@ def test_a_saved_checkpoint_has_the_bytes_that_are_told(run_ranks, tmp_path, dat
     assert 0.99 < float(told.removesuffix(" MiB")) * 2**20 / size <= 1.0, (told, amount(size))
 
 
-def test_each_fact_is_a_line_on_one_rank_and_on_two(tmp_path, data, monkeypatch) -> None:
+def test_each_fact_is_a_line_on_one_rank_and_on_two(tmp_path, data, monkeypatch):
     config = tiny_job(tmp_path, {"optimizer": {"name": "adamw"}}, tokens=data)
     _with_room(monkeypatch, 2**30)
     one = _words(config)
@@ -73,27 +71,27 @@ def test_each_fact_is_a_line_on_one_rank_and_on_two(tmp_path, data, monkeypatch)
     assert {**two, "memory": ""} == {**one, "memory": ""}
 
 
-def test_a_mixture_names_the_corpora_that_are_read_most_and_a_ramp_its_batches(tmp_path, data) -> None:
+def test_a_mixture_names_the_corpora_that_are_read_most_and_a_ramp_its_batches(tmp_path, data):
     small = tmp_path / "small"
     for ending in ("bin", "idx"):
         shutil.copy(data / f"valid.{ending}", f"{small}.{ending}")
     train = [{"path": str(data / "train"), "weight": 1.0}, {"path": str(small), "weight": 3.0}]
     later = {"from_sample": 32, "train": [{"path": str(data / "train"), "weight": 1.0}]}
     ramp = {"batch_ramp": [[0, 4], [4, 8]], "steps": 12}
-    config = tiny_job(tmp_path, data={"train": train, "stages": [later]}, training=ramp, tokens=data)
+    config = tiny_job(tmp_path, train=train, stages=[later], training=ramp, tokens=data)
     # 16 + 64 samples of 32 tokens: of the first 32 a quarter and three quarters, then all of one.
     assert _words(config)["tokens"] == (
         f"2,560 in 12 updates of 128 to 256\n0.12 epochs of 6,600 in {small}\n0.03 epochs of 66,000 in {data}/train"
     )
 
 
-def test_a_made_up_chain_has_no_epochs(tmp_path) -> None:
-    config = tiny_job(tmp_path, data={"train": [{"markov": 4}], "valid": [{"markov": 4}]})
+def test_a_made_up_chain_has_no_epochs(tmp_path):
+    config = tiny_job(tmp_path, train=[{"markov": 4}], valid=[{"markov": 4}])
     assert _words(config)["tokens"] == "3,072 in 12 updates of 256"
 
 
 # Checkpoints: two stay, a third is written; beside two that there are, one more; every second of twelve updates.
-ROOM: list[tuple[dict[str, Any], int]] = [
+ROOM = [
     ({"save_interval": 4}, 3),
     ({"save_interval": 1, "keep": 5}, 6),
     ({"save_interval": 4, "keep_every": 2}, 9),
@@ -102,9 +100,7 @@ ROOM: list[tuple[dict[str, Any], int]] = [
 
 
 @pytest.mark.parametrize(("checkpoint", "number"), ROOM)
-def test_a_disk_without_room_for_the_checkpoints_gives_a_note(
-    tmp_path, data, monkeypatch, checkpoint: dict[str, Any], number: int
-) -> None:
+def test_a_disk_without_room_for_the_checkpoints_gives_a_note(tmp_path, data, monkeypatch, checkpoint, number):
     config = tiny_job(tmp_path, checkpoint=checkpoint, tokens=data)
     held = least_held(config, 1)
     weights = int(held["FP32 masters"])
@@ -118,9 +114,9 @@ def test_a_disk_without_room_for_the_checkpoints_gives_a_note(
     assert (disk_problem(config) is None) is (number > 1)  # they take their place already
 
 
-def test_a_check_and_a_start_note_it(tmp_path, data, monkeypatch, capsys) -> None:
+def test_a_check_and_a_start_note_it(tmp_path, data, monkeypatch, capsys):
     job = tmp_path / "job.toml"
-    config = tiny_job(tmp_path, metrics={"tensorboard": False}, tokens=data)
+    config = tiny_job(tmp_path, tokens=data)
     job.write_text(config_to_toml(config))
     _with_room(monkeypatch, 1)
     note = "note: checkpoint.folder: a checkpoint takes "

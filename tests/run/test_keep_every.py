@@ -2,46 +2,42 @@
 so, and they change no bit of the run.
 """
 
-from __future__ import annotations
-
 import os
 import signal
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from megamix.checkpoint.folder import applied_updates, checkpoints
-from megamix.config import Config
-from megamix.run.batch_plan import BatchPlan
 from megamix.run.resume_rules import outlook
 from megamix.run.run_folder import checkpoint_words
 from megamix.supervise.status import PreemptedError
-from tests.train.jobs import Record, attempts_recorded, run_on_ranks, tiny_job
+from tests.builders import run_on_ranks, tiny_job
 from tests.train.outcome import differences, end_of
+from tests.train.recorded import Record, attempts_recorded
 
 WORDS = "checkpoints: one after every 4 updates stays, 3 by update 14, beside the newest 2"
 
 
-def _config(folder: Path, data: Path, **checkpoint: Any) -> Config:
+def _config(folder, data, **checkpoint):
     return tiny_job(
         folder,
         tokens=data,
-        model={"num_layers": 1},
-        training={"steps": 14, "eval_interval": 0},
+        num_layers=1,
+        steps=14,
+        eval_interval=0,
         checkpoint={"save_interval": 5, **checkpoint},
-        metrics={"tensorboard": False, "precision_interval": 0},
+        precision_interval=0,
     )
 
 
-def _names(folder: Path) -> list[int]:
+def _names(folder):
     return [int(path.name.removeprefix("step_")) for path in checkpoints(folder / "run/checkpoints")]
 
 
-def test_they_stay_over_a_stop_and_damage_and_change_no_bit(tmp_path: Path, data: Path, capsys) -> None:
+def test_they_stay_over_a_stop_and_damage_and_change_no_bit(tmp_path, data, capsys):
     config = _config(tmp_path, data, keep_every=4)
 
-    def leave(plan: BatchPlan) -> None:
+    def leave(plan):
         if plan.launched == 4:
             os.kill(os.getpid(), signal.SIGTERM)
 
@@ -59,7 +55,7 @@ def test_they_stay_over_a_stop_and_damage_and_change_no_bit(tmp_path: Path, data
     assert differences(end_of(tmp_path), end_of(tmp_path / "plain")) == []
 
 
-def test_they_are_the_only_ones_beside_the_last_where_no_other_save_is_due(tmp_path: Path, data: Path) -> None:
+def test_they_are_the_only_ones_beside_the_last_where_no_other_save_is_due(tmp_path, data):
     config = _config(tmp_path, data, save_interval=0, keep_every=6, async_save=False)
     run_on_ranks(config)
     assert _names(tmp_path) == [14, 12, 6]

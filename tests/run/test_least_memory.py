@@ -3,15 +3,13 @@ or GPU cannot hold is refused at its start, and reported by `--check`; a job tha
 and the launcher prints the bytes that its ranks hold. No lower bound is too high.
 """
 
-from __future__ import annotations
-
 import json
 import resource
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 import torch
@@ -26,15 +24,15 @@ from megamix.model.sizes import fewest_params
 from megamix.run import least_memory
 from megamix.run.least_memory import least_held, memory_problem
 from megamix.tools.plan.memory_plan import held_memory
+from tests.builders import tiny_job, write_data
 from tests.conftest import FULL
-from tests.train.jobs import tiny_job, write_data
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
 HUGE = {"hidden_size": 12288, "num_layers": 960, "num_heads": 96}  # its 26 TB fit no machine
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_parameters_are_nearly_all_counted_and_none_too_many(path: Path) -> None:
+def test_parameters_are_nearly_all_counted_and_none_too_many(path):
     model = load_config(path).model
     count = parameter_count(model)
     assert 0.985 * count < fewest_params(model) <= count  # type: ignore[arg-type]  # all have one section
@@ -50,12 +48,10 @@ def test_parameters_are_nearly_all_counted_and_none_too_many(path: Path) -> None
         ({"name": "muon"}, "bf16", "half"),
     ],
 )
-def test_no_category_is_more_than_the_plan_s(
-    tmp_path: Path, shard: Shard, optimizer: dict[str, Any], dtype: str, grads: str
-) -> None:
+def test_no_category_is_more_than_the_plan_s(tmp_path, shard, optimizer, dtype, grads):
     config = tiny_job(
-        tmp_path, model={"hidden_size": 256}, optimizer=optimizer, precision={"dtype": dtype, "grad_dtype": grads},
-        parallelism={"shard": shard},
+        tmp_path, hidden_size=256, optimizer=optimizer, dtype=dtype, grad_dtype=grads,
+        shard=shard,
     )  # fmt: skip
     least, planned = least_held(config, 2), held_memory(config, 2, 0, "cpu")[0]
     for category, size in least.items():
@@ -64,13 +60,13 @@ def test_no_category_is_more_than_the_plan_s(
         assert size <= planned[category] <= max(1.1, 1 + (optimizer["name"] == "muon")) * size, category
 
 
-def test_ranks_that_divide_experts_hold_their_own(tmp_path: Path) -> None:
+def test_ranks_that_divide_experts_hold_their_own(tmp_path):
     config = load_config(next(path for path in CONFIGS if path.stem == "qwen3-30b-a3b"), ["parallelism.ep_size=8"])
     least, planned = least_held(config, 8), held_memory(config, 8, 0, "gpu")[0]
     assert all(0.97 * planned[category] < size <= planned[category] for category, size in least.items() if size)
 
 
-def _job(folder: Path, **sections: Any) -> Path:
+def _job(folder, **sections):
     write_data(folder / "data")
     config = tiny_job(folder, metrics={"tensorboard": False}, **sections)
     path = folder / "job.toml"
@@ -78,7 +74,7 @@ def _job(folder: Path, **sections: Any) -> Path:
     return path
 
 
-def test_a_model_beyond_this_machine_is_refused_at_the_start_and_told_by_a_check(tmp_path: Path, capsys) -> None:
+def test_a_model_beyond_this_machine_is_refused_at_the_start_and_told_by_a_check(tmp_path, capsys):
     job = _job(tmp_path, model=HUGE)
     assert main(["train", str(job)]) == 2
     told = capsys.readouterr().err
@@ -92,7 +88,7 @@ def test_a_model_beyond_this_machine_is_refused_at_the_start_and_told_by_a_check
     assert "no problems" in printed
 
 
-def test_ranks_of_a_machine_share_it_and_a_gpu_counts_for_itself(tmp_path: Path, monkeypatch) -> None:
+def test_ranks_of_a_machine_share_it_and_a_gpu_counts_for_itself(tmp_path, monkeypatch):
     config = load_config(_job(tmp_path, model={"hidden_size": 8192, "num_layers": 8}))
     held = sum(least_held(config, 4).values())
     assert held > least_memory._GIB
@@ -116,8 +112,8 @@ def test_ranks_of_a_machine_share_it_and_a_gpu_counts_for_itself(tmp_path: Path,
     ],
 )
 def test_what_limits_memory_and_whom_the_kernel_killed_is_read_of_every_group(
-    tmp_path: Path, monkeypatch, told: str, controller: str, limit: str, events: str
-) -> None:
+    tmp_path, monkeypatch, told, controller, limit, events
+):
     job, own = tmp_path / "sys/fs/cgroup" / controller / "job", tmp_path / "proc/self/cgroup"
     for folder in (job, own.parent):
         folder.mkdir(parents=True)
@@ -138,7 +134,7 @@ def test_what_limits_memory_and_whom_the_kernel_killed_is_read_of_every_group(
 
 @pytest.mark.skipif(not FULL, reason="--full: fills 4 GiB; test_watchdog has a rank that lacks memory")
 @pytest.mark.uncounted
-def test_a_rank_without_memory_is_told_by_the_launcher_with_what_to_change(tmp_path: Path) -> None:
+def test_a_rank_without_memory_is_told_by_the_launcher_with_what_to_change(tmp_path):
     many = {"micro_batch_size": 2**17, "global_batch_size": 2**17, "eval_interval": 0}
     job = _job(tmp_path, model={"num_layers": 1}, training=many, data={"valid": None})
     limit = 3_900_000 << 10  # torch maps half of it

@@ -3,8 +3,6 @@ or sources all end with status 2, and a message with keys, values and ranks; set
 a silent rank is reported.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import shutil
 import subprocess
@@ -12,17 +10,15 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
 from megamix.builders.data import data_fingerprints
-from megamix.config import Config, ConfigError, config_to_toml
+from megamix.config import ConfigError, config_to_toml
 from megamix.data import DISTRIBUTION
 from megamix.data.token_file import bin_path
 from megamix.plugins import SOURCES, Section
@@ -31,15 +27,15 @@ from megamix.run.ranks_agree import RankGroup, check_same_job, differences
 from megamix.supervise.liveness import Board, names
 from megamix.supervise.status import NoAnswerError
 from megamix.tools.ranks import DEADLINE_S
+from tests.builders import run_on_ranks, tiny_job, write_data
 from tests.conftest import FULL
 from tests.programs import with_settings
-from tests.train.jobs import Sections, run_on_ranks, tiny_job, write_data
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
+def data(tmp_path_factory):
     """Write token files and a tokenizer in `one`, a copy of them in `same`, and files with a changed bit in `other`."""
     base = tmp_path_factory.mktemp("data")
     write_data(base / "one", tokenizer=True)
@@ -54,8 +50,8 @@ def data(tmp_path_factory) -> Path:
     return base
 
 
-def _job(folder: Path, data: Path, *overrides: Sections) -> Config:
-    own: Sections = {
+def _job(folder, data, *overrides):
+    own = {
         "model": {"vocab_size": 300, "dropout": 0.1},
         "data": {"tokenizer": str(data / "one/tokenizer.json")},
         "training": {"steps": 2},
@@ -64,7 +60,7 @@ def _job(folder: Path, data: Path, *overrides: Sections) -> Config:
     return tiny_job(folder, own, *overrides, tokens=data / "one")
 
 
-def _in_other(name: str) -> Callable[[Path], Sections]:
+def _in_other(name):
     key, file = ("tokenizer", "tokenizer.json") if name == "tokenizer" else (name, name)
     return lambda data: {"data": {key: str(data / "other" / file)}}
 
@@ -77,7 +73,7 @@ class Paths(Section):
 
 # Settings of all ranks; further settings of rank 1; words of the message.
 SPLIT = {"data": {"valid": None, "split": [80, 20]}}
-DIFFERENT: dict[str, tuple[Sections, Sections | Callable[[Path], Sections], str]] = {
+DIFFERENT = {
     "data": ({}, _in_other("train"), "content of data.train (SHA-256): "),
     "validation data": ({}, _in_other("valid"), "content of data.valid (SHA-256): "),
     "validation sets": (
@@ -114,7 +110,7 @@ DIFFERENT: dict[str, tuple[Sections, Sections | Callable[[Path], Sections], str]
 
 
 @contextmanager
-def _other_code(name: str, folder: Path) -> Iterator[None]:
+def _other_code(name, folder):
     """Fake another version of the package in this process, or another byte in one of its files."""
     version = importlib.metadata.version
     if name == "version":
@@ -132,7 +128,7 @@ def _other_code(name: str, folder: Path) -> Iterator[None]:
         yield
 
 
-def _outcome(usual: Config, other: Config, name: str, folder: Path) -> list[str]:
+def _outcome(usual, other, name, folder):
     """Return the error of a job whose rank 1 is started otherwise; empty if it trained."""
     rank = dist.get_rank()
     try:
@@ -147,7 +143,7 @@ def _outcome(usual: Config, other: Config, name: str, folder: Path) -> list[str]
 
 
 @pytest.mark.parametrize("name", DIFFERENT)
-def test_ranks_that_differ_are_refused_with_key_values_and_ranks(tmp_path, data, run_ranks, name: str) -> None:
+def test_ranks_that_differ_are_refused_with_key_values_and_ranks(tmp_path, data, run_ranks, name):
     base, other, said = DIFFERENT[name]
     mine = other(data) if callable(other) else other
     problems = run_ranks(_outcome, 4, _job(tmp_path, data, base), _job(tmp_path, data, base, mine), name, tmp_path)
@@ -159,14 +155,14 @@ def test_ranks_that_differ_are_refused_with_key_values_and_ranks(tmp_path, data,
     assert not (tmp_path / "run").exists()
 
 
-def test_all_that_differs_is_said_at_once(tmp_path, data, run_ranks) -> None:
+def test_all_that_differs_is_said_at_once(tmp_path, data, run_ranks):
     usual, other = _job(tmp_path, data), _job(tmp_path, data, {"training": {"seed": 7}, "model": {"num_layers": 3}})
     first, second = run_ranks(_outcome, 2, usual, other, "", tmp_path)
     assert first == second
     assert [line.partition(":")[0] for line in first] == ["model.num_layers", "training.seed"]
 
 
-def test_what_may_differ_is_not_held_against_ranks(tmp_path, data, run_ranks) -> None:
+def test_what_may_differ_is_not_held_against_ranks(tmp_path, data, run_ranks):
     (tmp_path / "there").mkdir()
     (tmp_path / "here").symlink_to("there")
     files = {"train": str(data / "same/train"), "valid": str(data / "same/valid")}
@@ -178,8 +174,8 @@ def test_what_may_differ_is_not_held_against_ranks(tmp_path, data, run_ranks) ->
     assert run_ranks(_outcome, 2, _job(tmp_path / "here", data), _job(tmp_path, data, other), "", tmp_path) == [[], []]
 
 
-def test_a_source_that_comes_again_is_one_by_its_path_whatever_that_is(data) -> None:
-    def stages(later: str) -> dict[str, str]:
+def test_a_source_that_comes_again_is_one_by_its_path_whatever_that_is(data):
+    def stages(later):
         usual = _job(data, data, {"data": {"stages": [{"from_sample": 8, "train": later}]}})
         return ranks_agree.started_with(usual, {})
 
@@ -189,7 +185,7 @@ def test_a_source_that_comes_again_is_one_by_its_path_whatever_that_is(data) -> 
     assert set(ranks_agree.MAY_DIFFER) & set(again) == set()
 
 
-def test_a_tokenizer_on_some_ranks_alone_is_told(data) -> None:
+def test_a_tokenizer_on_some_ranks_alone_is_told(data):
     with_one, without = _job(data, data), _job(data, data, {"data": {"tokenizer": None}})
     groups = [
         RankGroup([n], ranks_agree.started_with(it, data_fingerprints(it))) for n, it in enumerate((with_one, without))
@@ -199,16 +195,16 @@ def test_a_tokenizer_on_some_ranks_alone_is_told(data) -> None:
     assert line.endswith(" on rank 0; not set on rank 1; give all ranks the same files")
 
 
-def test_a_source_s_own_path_may_be_a_list(data) -> None:
+def test_a_source_s_own_path_may_be_a_list(data):
     with mock.patch.dict(SOURCES.sections, toy=Paths):
         config = _job(data, data, {"data": {"train": [{"toy": {"path": ["a", "b"]}}]}})
         assert '"a", "b"' in ranks_agree.started_with(config, {})["data.train"]
 
 
-def _count_reads(config: Config) -> int:
+def _count_reads(config):
     fingerprints, reads = ranks_agree.data_fingerprints, []
 
-    def counted(config: Config) -> dict[str, str]:
+    def counted(config):
         reads.append(config)
         return fingerprints(config)
 
@@ -217,7 +213,7 @@ def _count_reads(config: Config) -> int:
     return len(reads)
 
 
-def test_the_data_are_read_once_for_all_ranks_of_a_machine(tmp_path, data, run_ranks) -> None:
+def test_the_data_are_read_once_for_all_ranks_of_a_machine(tmp_path, data, run_ranks):
     assert sum(run_ranks(_count_reads, 4, _job(tmp_path, data))) == 1
 
 
@@ -228,7 +224,7 @@ MESHES = {
 
 
 @pytest.mark.parametrize(("ranks", "starts"), [(2, 50 if FULL else 3), (4, 50 if FULL else 1)])
-def test_ranks_that_are_started_alike_train(tmp_path, data, run_ranks, ranks: int, starts: int) -> None:
+def test_ranks_that_are_started_alike_train(tmp_path, data, run_ranks, ranks, starts):
     for number in range(starts):
         mesh = MESHES[ranks][number % len(MESHES[ranks])]
         config = _job(
@@ -241,9 +237,9 @@ def test_ranks_that_are_started_alike_train(tmp_path, data, run_ranks, ranks: in
 class _Ranks:
     """`check_same_job` on threads that share a store, and its results rank by rank."""
 
-    def __init__(self, size: int, configs: list[Config] | Config, silent: tuple[int, ...] = (), store: Any = None):
+    def __init__(self, size, configs, silent=(), store=None):
         self.store = store or dist.HashStore()
-        self.ended: dict[int, Any] = {}
+        self.ended = {}
         self.start_s = time.monotonic()
         given = configs if isinstance(configs, list) else [configs] * size
         threads = [
@@ -257,7 +253,7 @@ class _Ranks:
             thread.join(DEADLINE_S)
         self.took_s = time.monotonic() - self.start_s
 
-    def _check(self, config: Config, rank: int, size: int) -> None:
+    def _check(self, config, rank, size):
         try:
             self.ended[rank] = check_same_job(config, self.store, rank, size)
         except Exception as error:
@@ -267,14 +263,12 @@ class _Ranks:
 TIMEOUT_S = 0.7
 
 
-def _limited(folder: Path, data: Path, timeout_s: float = TIMEOUT_S) -> Config:
+def _limited(folder, data, timeout_s=TIMEOUT_S):
     return _job(folder, data, {"parallelism": {"timeout_s": timeout_s}})
 
 
 @pytest.mark.parametrize("silent", [0, 2])
-def test_a_rank_that_dies_before_it_reports_ends_the_others_in_time_and_is_named(
-    tmp_path, data, capsys, silent: int
-) -> None:
+def test_a_rank_that_dies_before_it_reports_ends_the_others_in_time_and_is_named(tmp_path, data, capsys, silent):
     ranks = _Ranks(4, _limited(tmp_path, data), silent=(silent,))
     assert sorted(ranks.ended) == [rank for rank in range(4) if rank != silent]
     for error in ranks.ended.values():
@@ -287,17 +281,17 @@ def test_a_rank_that_dies_before_it_reports_ends_the_others_in_time_and_is_named
     assert ranks.took_s < TIMEOUT_S + 2 * Board.grace_s + (1 if FULL else 10)  # another job's load is no hang
 
 
-def test_a_rank_that_dies_while_it_reads_the_data_for_others_is_named(tmp_path, data) -> None:
+def test_a_rank_that_dies_while_it_reads_the_data_for_others_is_named(tmp_path, data):
     class Died(BaseException):
         pass
 
     readers = []
 
-    def die(config: Config) -> dict[str, str]:
+    def die(config):
         readers.append(threading.current_thread())
         raise Died
 
-    def check_until_death(ranks: _Ranks, config: Config, rank: int, size: int) -> None:
+    def check_until_death(ranks, config, rank, size):
         try:
             check(ranks, config, rank, size)
         except Died:
@@ -314,7 +308,7 @@ def test_a_rank_that_dies_while_it_reads_the_data_for_others_is_named(tmp_path, 
     assert all(f"from rank {reader} within {TIMEOUT_S} s" in str(error) for error in ranks.ended.values()), ranks.ended
 
 
-def test_a_rank_that_cannot_read_its_data_says_so_on_all_ranks(tmp_path, data) -> None:
+def test_a_rank_that_cannot_read_its_data_says_so_on_all_ranks(tmp_path, data):
     gone = _job(tmp_path, data, {"data": {"valid": str(tmp_path / "gone")}})
     ranks = _Ranks(3, [_job(tmp_path, data), gone, gone])
     for error in ranks.ended.values():
@@ -326,16 +320,16 @@ def test_a_rank_that_cannot_read_its_data_says_so_on_all_ranks(tmp_path, data) -
 class _CountingStore:
     """Store that counts each thread's requests."""
 
-    def __init__(self) -> None:
-        self._store, self.requests = dist.HashStore(), Counter[int]()
+    def __init__(self):
+        self._store, self.requests = dist.HashStore(), Counter()
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         self.requests[threading.get_ident()] += 1
         return getattr(self._store, name)
 
 
 @pytest.mark.parametrize("alike", [True, False])
-def test_a_rank_makes_a_handful_of_requests_and_the_first_one_two_more_for_each(tmp_path, data, alike: bool) -> None:
+def test_a_rank_makes_a_handful_of_requests_and_the_first_one_two_more_for_each(tmp_path, data, alike):
     configs = [_job(tmp_path, data, {"training": {"seed": 0 if alike else rank}}) for rank in range(24)]
     ranks = _Ranks(24, configs, store=_CountingStore())
     assert all(isinstance(end, ranks_agree.KnownData if alike else ConfigError) for end in ranks.ended.values())
@@ -344,7 +338,7 @@ def test_a_rank_makes_a_handful_of_requests_and_the_first_one_two_more_for_each(
     assert first <= 12 + (1 if alike else 2) * 24
 
 
-def test_many_ranks_and_long_values_make_short_lines() -> None:
+def test_many_ranks_and_long_values_make_short_lines():
     long = ["x" * 5000 + end for end in ("one", "other")]
     groups = [
         RankGroup(list(range(0, 4096, 2)), {"a": "1", "b": long[0], "c": "1"}),
@@ -375,7 +369,7 @@ def test_many_ranks_and_long_values_make_short_lines() -> None:
         ([9, 1, 4, 5, 6], "ranks 1, 4 to 6, 9"),
     ],
 )
-def test_ranks_are_named_by_their_runs(ranks: Iterable[int], words: str) -> None:
+def test_ranks_are_named_by_their_runs(ranks, words):
     assert names(ranks) == words
 
 
@@ -387,7 +381,7 @@ sys.exit(main(["train", sys.argv[1], *seed]))
 """
 
 
-def test_under_torchrun_the_exit_status_is_that_of_wrong_input(tmp_path, data) -> None:
+def test_under_torchrun_the_exit_status_is_that_of_wrong_input(tmp_path, data):
     (tmp_path / "job.toml").write_text(config_to_toml(_job(tmp_path, data)))
     (tmp_path / "rank.py").write_text(_RANK_MAIN)
     launch = ["-m", "megamix.supervise.launch", "--standalone", "--nproc-per-node=2", str(tmp_path / "rank.py")]
@@ -403,7 +397,7 @@ def test_under_torchrun_the_exit_status_is_that_of_wrong_input(tmp_path, data) -
     assert not (tmp_path / "run").exists()
 
 
-def test_a_rank_that_hangs_in_a_plugin_s_import_is_named_by_one_that_waits(tmp_path, data) -> None:
+def test_a_rank_that_hangs_in_a_plugin_s_import_is_named_by_one_that_waits(tmp_path, data):
     hangs = 'import os, time\nif os.environ["RANK"] == "0":\n    time.sleep(600)\n'
     (tmp_path / "hanging_plugin.py").write_text(hangs)
     text = config_to_toml(_job(tmp_path, data, {"parallelism": {"timeout_s": 2.0}}))

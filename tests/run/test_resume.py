@@ -3,8 +3,6 @@ scale, data order, logs, with each `shard` and with Muon. Other ranks can contin
 reported.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -17,7 +15,7 @@ from dataclasses import replace
 from functools import cache
 from itertools import cycle
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 from unittest import mock
 
 import pytest
@@ -26,32 +24,22 @@ from megamix.checkpoint.folder import Files, checkpoints
 from megamix.checkpoint.manifest import read_manifest
 from megamix.checkpoint.verify import read_checkpoint
 from megamix.cli import main
-from megamix.config import Config, ConfigError
+from megamix.config import ConfigError
 from megamix.inspect.overflows import GaveUpError
 from megamix.mixed_precision.settings import Shard
-from megamix.run.batch_plan import Attempt, BatchPlan
+from megamix.run.batch_plan import Attempt
 from megamix.run.resume_rules import changes
-from megamix.supervise.status import EndedEarlyError, LeaveRequest, PreemptedError
+from megamix.supervise.status import EndedEarlyError, PreemptedError
 from megamix.tools.ranks import RankFailure, RankPool
 from megamix.train.trainer import Trainer
+from tests.builders import run_on_ranks, tiny_job, write_data
 from tests.checkpoint.seal import edit
 from tests.conftest import FULL, also_wide
 from tests.programs import lines_counted
-from tests.train.jobs import (
-    Crash,
-    Record,
-    Sections,
-    attempts_recorded,
-    counted_calls,
-    crash_contained,
-    overflows_injected,
-    run_on_ranks,
-    tiny_job,
-    write_data,
-)
 from tests.train.outcome import TIMELESS, differences, end_of, metrics_of
+from tests.train.recorded import Crash, Record, attempts_recorded, counted_calls, crash_contained, overflows_injected
 
-JOBS: dict[str, dict[str, Any]] = {
+JOBS = {
     **{shard: {"parallelism": {"shard": shard}} for shard in get_args(Shard)},
     "muon": {"optimizer": {"name": "muon"}, "parallelism": {"bucket_size": 1}},  # every matrix travels
 }
@@ -61,25 +49,25 @@ CHAIN_STEPS, CHAIN_KILLS = (200, 25) if FULL else (16, 2)
 BAD = frozenset((3, 4, 9, 15, 16, 21, 40, 41, 90))  # attempts that overflow
 
 
-def _config(folder: Path, data: Path, steps: int = STEPS, **sections: Any) -> Config:
-    own: Sections = {
+def _config(folder, data, steps=STEPS, **sections):
+    own = {
         "model": {"dropout": 0.1, "num_layers": 1},
         "precision": {"loss_scale": {"init_scale": 2.0**10}},
         "training": {"steps": steps},
         "checkpoint": {"save_interval": 3, "max_restarts": 1000, "replica_check_interval": 0},
-        "metrics": {"tensorboard": False, "precision_interval": 7},
+        "metrics": {"precision_interval": 7},
     }
     return tiny_job(folder, own, tokens=data, **sections)
 
 
-def _run(config: Config, crash_at: int | None = None, leave_at: int | None = None) -> list[Attempt]:
+def _run(config, crash_at=None, leave_at=None):
     """Run the job, with its overflows, to its end, or until it crashes or is asked to leave before an attempt.
 
     Returns the applied attempts.
     """
     record = Record()
 
-    def end_early(plan: BatchPlan) -> None:
+    def end_early(plan):
         if plan.launched == crash_at:
             raise Crash
         if plan.launched == leave_at:
@@ -95,15 +83,15 @@ def _run(config: Config, crash_at: int | None = None, leave_at: int | None = Non
     return record.applied
 
 
-def _run_until(config: Config, victim: int, at_call: int) -> None:
+def _run_until(config, victim, at_call):
     """Run the job; one rank dies at some call in its training."""
     train = Trainer.train
 
-    def die(call: int) -> None:
+    def die(call):
         if call == at_call:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def train_and_die(trainer: Trainer, leave: LeaveRequest) -> float | None:
+    def train_and_die(trainer, leave):
         if victim != trainer.engine.topology.dp.rank:
             return train(trainer, leave)
         with counted_calls(die):
@@ -113,12 +101,12 @@ def _run_until(config: Config, victim: int, at_call: int) -> None:
         _run(config)
 
 
-def _counted(config: Config) -> tuple[int, list[Attempt]]:
+def _counted(config):
     """Run the job. Return how many calls its training makes, and the applied attempts."""
-    seen: list[int] = []
+    seen = []
     train = Trainer.train
 
-    def train_counted(trainer: Trainer, leave: LeaveRequest) -> float | None:
+    def train_counted(trainer, leave):
         with counted_calls(seen.append):
             return train(trainer, leave)
 
@@ -127,7 +115,7 @@ def _counted(config: Config) -> tuple[int, list[Attempt]]:
     return len(seen), applied
 
 
-def _killed(config: Config, victim: int, at_call: int) -> bool:
+def _killed(config, victim, at_call):
     """Run the job on ranks of its own. Return whether the kill came before the end."""
     pool = RankPool(2)
     try:
@@ -143,11 +131,11 @@ Uninterrupted = Callable[[str], tuple[Path, int, list[Attempt]]]
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory, data, run_ranks) -> Uninterrupted:
+def uninterrupted(tmp_path_factory, data, run_ranks):
     """Run one of the jobs on two ranks. Return its folder, its number of calls, and its applied attempts."""
 
     @cache
-    def run(job: str) -> tuple[Path, int, list[Attempt]]:
+    def run(job):
         folder = tmp_path_factory.mktemp("uninterrupted")
         config = _config(folder, data, **JOBS[job])
         (calls, applied), (elsewhere, _) = run_ranks(_counted, 2, config)
@@ -158,9 +146,7 @@ def uninterrupted(tmp_path_factory, data, run_ranks) -> Uninterrupted:
 
 @pytest.mark.uncounted
 @pytest.mark.parametrize(("trial", "job"), also_wide(KILLS, (3, "muon")))
-def test_killed_at_any_instant_and_resumed_it_ends_bitwise_equal(
-    tmp_path, data, run_ranks, uninterrupted, trial: int, job: str
-) -> None:
+def test_killed_at_any_instant_and_resumed_it_ends_bitwise_equal(tmp_path, data, run_ranks, uninterrupted, trial, job):
     whole, calls, _ = uninterrupted(job)
     rng = random.Random(trial)
     config = _config(tmp_path, data, checkpoint={"async_save": trial % 2 == 0}, **JOBS[job])
@@ -173,7 +159,7 @@ def test_killed_at_any_instant_and_resumed_it_ends_bitwise_equal(
 
 
 @pytest.mark.uncounted
-def test_killed_again_and_again_it_ends_bitwise_equal(tmp_path, data, run_ranks) -> None:
+def test_killed_again_and_again_it_ends_bitwise_equal(tmp_path, data, run_ranks):
     whole = _config(tmp_path / "whole", data, CHAIN_STEPS)
     calls = min(calls for calls, _ in run_ranks(_counted, 2, whole))
     config = _config(tmp_path / "killed", data, CHAIN_STEPS)
@@ -190,7 +176,7 @@ def test_killed_again_and_again_it_ends_bitwise_equal(tmp_path, data, run_ranks)
 # Runs without kills, which end early in this process, and changes that a start may have.
 
 
-def _points(folder: Path) -> dict[str, list[tuple[int, float]]]:
+def _points(folder):
     """Return TensorBoard's curves."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -200,14 +186,14 @@ def _points(folder: Path) -> dict[str, list[tuple[int, float]]]:
     return {tag: [(point.step, point.value) for point in events.Scalars(tag)] for tag in tags}
 
 
-def test_logs_go_on_as_one_curve_without_doubles(tmp_path, data, monkeypatch) -> None:
+def test_logs_go_on_as_one_curve_without_doubles(tmp_path, data, monkeypatch):
     from tensorboard.summary.writer import event_file_writer
 
     # Event files are read in the order of their names, which end with the writer's number in its process. Within one
     # second the tenth would come before the ninth.
     monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(100))
 
-    def config(folder: Path) -> Config:
+    def config(folder):
         metrics = {"tensorboard": True, "log_interval": 2}
         # Half of the checkpoints come right after a validation.
         return _config(folder, data, metrics=metrics, training={"eval_interval": 6})
@@ -221,7 +207,7 @@ def test_logs_go_on_as_one_curve_without_doubles(tmp_path, data, monkeypatch) ->
     assert (metrics_of(tmp_path / "ended early"), _points(tmp_path / "ended early")) == want
 
 
-def test_another_number_of_ranks_goes_on_with_the_same_batches(tmp_path, data, run_ranks, uninterrupted) -> None:
+def test_another_number_of_ranks_goes_on_with_the_same_batches(tmp_path, data, run_ranks, uninterrupted):
     folder, _, whole = uninterrupted("states")
     config = _config(tmp_path, data)
     begun = run_ranks(_run, 2, config, 9)[0]
@@ -233,7 +219,7 @@ def test_another_number_of_ranks_goes_on_with_the_same_batches(tmp_path, data, r
 
 
 @pytest.fixture
-def stopped(tmp_path, data) -> Path:
+def stopped(tmp_path, data):
     """Leave a run that crashed between two checkpoints."""
     _run(_config(tmp_path, data), 9)
     assert [path.name for path in checkpoints(tmp_path / "run/checkpoints")] == ["step_00000006", "step_00000003"]
@@ -249,7 +235,7 @@ OTHER_RUNS = [
 ]
 
 
-def test_what_would_be_another_run_is_refused_by_name_and_nothing_is_touched(stopped, data) -> None:
+def test_what_would_be_another_run_is_refused_by_name_and_nothing_is_touched(stopped, data):
     before = metrics_of(stopped)
     for sections, told in OTHER_RUNS:
         with pytest.raises(ConfigError, match=told):
@@ -259,7 +245,7 @@ def test_what_would_be_another_run_is_refused_by_name_and_nothing_is_touched(sto
     assert _run(_config(stopped, data))[-1].batch.samples
 
 
-def test_other_data_under_the_same_name_is_refused(tmp_path) -> None:
+def test_other_data_under_the_same_name_is_refused(tmp_path):
     write_data(tmp_path / "data")
     config = _config(tmp_path, tmp_path / "data")
     _run(config, 9)
@@ -269,7 +255,7 @@ def test_other_data_under_the_same_name_is_refused(tmp_path) -> None:
         _run(config)
 
 
-def test_a_run_that_takes_up_among_profiled_attempts_traces_the_rest(tmp_path, data) -> None:
+def test_a_run_that_takes_up_among_profiled_attempts_traces_the_rest(tmp_path, data):
     config = _config(tmp_path, data, profiling={"start_step": 5, "num_steps": 6})
     _run(config, 9)
     assert not (tmp_path / "run/trace_rank0.json").exists()
@@ -277,7 +263,7 @@ def test_a_run_that_takes_up_among_profiled_attempts_traces_the_rest(tmp_path, d
     assert (tmp_path / "run/trace_rank0.json").exists()
 
 
-def test_a_changed_lr_passes_and_is_told(stopped, data, capsys) -> None:
+def test_a_changed_lr_passes_and_is_told(stopped, data, capsys):
     _run(_config(stopped, data, optimizer={"lr": 0.02}, metrics={"log_interval": 1}))
     said = capsys.readouterr().out
     assert "goes on from" in said
@@ -287,7 +273,7 @@ def test_a_changed_lr_passes_and_is_told(stopped, data, capsys) -> None:
     assert "learning rate of update 7: 0.0075 -> 0.015\n" in said
 
 
-def test_what_changes_nothing_of_the_state_may_be_written_otherwise(stopped, data, capsys) -> None:
+def test_what_changes_nothing_of_the_state_may_be_written_otherwise(stopped, data, capsys):
     how = {"recompute": "full", "scaled_init": False, "init_std": 0.01, "dropout": 0.0}
     same = {"head_dim": 16, "num_kv_heads": 2, "ffn_hidden_size": 128, "qkv_bias": False}
     _run(_config(stopped, data, model={"num_layers": 1} | how | same), 9)
@@ -297,7 +283,7 @@ def test_what_changes_nothing_of_the_state_may_be_written_otherwise(stopped, dat
             _run(_config(stopped, data, model={"dropout": 0.1, "num_layers": 1, key: value}))
 
 
-def test_a_checkpoint_that_is_older_than_a_key_was_made_with_its_default(stopped, data) -> None:
+def test_a_checkpoint_that_is_older_than_a_key_was_made_with_its_default(stopped, data):
     newest = checkpoints(stopped / "run/checkpoints")[0]
     checkpoint = read_checkpoint(newest)
     run = checkpoint.manifest.run
@@ -316,7 +302,7 @@ def test_a_checkpoint_that_is_older_than_a_key_was_made_with_its_default(stopped
         changes(before.path, before.manifest, run.model_copy(update={"config": other}), 0, own=True)
 
 
-def test_a_damaged_checkpoint_is_set_aside_and_where_all_are_a_run_does_not_begin_anew(stopped, data, capsys) -> None:
+def test_a_damaged_checkpoint_is_set_aside_and_where_all_are_a_run_does_not_begin_anew(stopped, data, capsys):
     newest = checkpoints(stopped / "run/checkpoints")[0]
     (newest / "manifest.json").write_text("{}")
     _run(_config(stopped, data), 9)
@@ -328,7 +314,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_where_all_are_a_run_does_not_begi
             _run(_config(stopped, data))
 
 
-def _changed_bit(checkpoint: Path) -> None:
+def _changed_bit(checkpoint):
     """Flip a bit in a tensor, where only the load finds it."""
     file = checkpoint / "rank_00000.safetensors"
     content = bytearray(file.read_bytes())
@@ -336,7 +322,7 @@ def _changed_bit(checkpoint: Path) -> None:
     file.write_bytes(content)
 
 
-def test_a_checkpoint_that_is_found_damaged_by_its_load_leaves_no_trace_in_the_run(stopped, data, capsys) -> None:
+def test_a_checkpoint_that_is_found_damaged_by_its_load_leaves_no_trace_in_the_run(stopped, data, capsys):
     _changed_bit(checkpoints(stopped / "run/checkpoints")[0])
     _run(_config(stopped, data))
     assert "step_00000003 after update 3" in capsys.readouterr().out
@@ -345,7 +331,7 @@ def test_a_checkpoint_that_is_found_damaged_by_its_load_leaves_no_trace_in_the_r
     assert differences(end_of(stopped), end_of(stopped / "whole")) == []
 
 
-def test_where_the_load_finds_all_damaged_the_run_ends_with_its_logs_as_they_were(stopped, data) -> None:
+def test_where_the_load_finds_all_damaged_the_run_ends_with_its_logs_as_they_were(stopped, data):
     kept = [stopped / "run" / name for name in ("config.toml", "metrics.jsonl")]
     before = [path.read_bytes() for path in kept]
     for path in checkpoints(stopped / "run/checkpoints"):
@@ -361,9 +347,7 @@ _LAST = r"commit \w{7,8} is the last that reads it"
 
 
 @pytest.mark.parametrize(("version", "fix"), [(1, _LAST), (2, _LAST), (4, "update megamix")])
-def test_a_checkpoint_of_another_version_is_refused_and_stays_where_it_is(
-    stopped, data, capsys, version: int, fix: str
-) -> None:
+def test_a_checkpoint_of_another_version_is_refused_and_stays_where_it_is(stopped, data, capsys, version, fix):
     path = checkpoints(stopped / "run/checkpoints")[0]
     edit(path, lambda fields: fields.update(version=version))
     told = f"its version is {version}, but this megamix reads version 3; {fix}"
@@ -375,7 +359,7 @@ def test_a_checkpoint_of_another_version_is_refused_and_stays_where_it_is(
     assert path in checkpoints(stopped / "run/checkpoints")
 
 
-def test_a_damaged_path_to_begin_from_is_refused_and_stays_where_it_is(stopped, data) -> None:
+def test_a_damaged_path_to_begin_from_is_refused_and_stays_where_it_is(stopped, data):
     newest = checkpoints(stopped / "run/checkpoints")[0]
     _changed_bit(newest)
     with pytest.raises(ConfigError, match=r"checkpoint.resume: .*rank_00000.safetensors: its checksum"):
@@ -384,7 +368,7 @@ def test_a_damaged_path_to_begin_from_is_refused_and_stays_where_it_is(stopped, 
     assert not (stopped / "branch/run/config.toml").exists()
 
 
-def test_never_refuses_the_folder_and_a_path_begins_a_new_run_there(stopped, data) -> None:
+def test_never_refuses_the_folder_and_a_path_begins_a_new_run_there(stopped, data):
     with pytest.raises(ConfigError, match="holds another run"):
         _run(_config(stopped, data, checkpoint={"resume": "never"}))
     newest = checkpoints(stopped / "run/checkpoints")[0]
@@ -399,7 +383,7 @@ def test_never_refuses_the_folder_and_a_path_begins_a_new_run_there(stopped, dat
     assert differences(end_of(stopped / "branch"), end_of(stopped)) == ["metrics"]
 
 
-def test_another_optimizer_begins_a_new_run_from_the_weights_of_this_one(stopped, data, capsys, caplog) -> None:
+def test_another_optimizer_begins_a_new_run_from_the_weights_of_this_one(stopped, data, capsys, caplog):
     muon = {"name": "muon"}
     with pytest.raises(ConfigError, match=r'optimizer.name: the checkpoint has "adamw", the configuration "muon"'):
         _run(_config(stopped, data, optimizer=muon))
@@ -412,7 +396,7 @@ def test_another_optimizer_begins_a_new_run_from_the_weights_of_this_one(stopped
     assert "another optimizer's checkpoint: momentum_buffer of 7 parameters begin at zero" in caplog.text
 
 
-def test_a_run_that_gave_up_goes_on_in_bf16(tmp_path, data) -> None:
+def test_a_run_that_gave_up_goes_on_in_bf16(tmp_path, data):
     with pytest.raises(GaveUpError):
         _run(
             _config(tmp_path, data, precision={"max_overflows_in_a_row": 2})
@@ -428,11 +412,11 @@ def test_a_run_that_gave_up_goes_on_in_bf16(tmp_path, data) -> None:
     assert not (tmp_path / "run/gave_up.txt").exists()
 
 
-def _fails_to_save(config: Config, victim: int) -> tuple[str, list[str]]:
+def _fails_to_save(config, victim):
     """Run a job whose second checkpoint fails on one rank. Return its end and its checkpoints."""
     create = Files.create
 
-    def full(files: Files, path: Path) -> Any:
+    def full(files, path):
         if path.parent.name.startswith("step_00000006") and path.name == f"rank_{victim:05d}.safetensors":
             raise OSError(28, "No space left on device")
         return create(files, path)
@@ -447,7 +431,7 @@ def _fails_to_save(config: Config, victim: int) -> tuple[str, list[str]]:
 
 
 @pytest.mark.parametrize("async_save", [True, False])
-def test_a_save_that_fails_on_one_rank_follows_the_policy_on_all(tmp_path, data, run_ranks, async_save: bool) -> None:
+def test_a_save_that_fails_on_one_rank_follows_the_policy_on_all(tmp_path, data, run_ranks, async_save):
     for policy in ("continue", "stop"):
         checkpoint = {"on_save_failure": policy, "async_save": async_save}
         config = _config(tmp_path / policy, data, 10, checkpoint=checkpoint)

@@ -3,22 +3,18 @@ reported; any other setting is refused by its key, with a fix. Whatever changes,
 with the first configuration the run continues.
 """
 
-from __future__ import annotations
-
 import io
 import shutil
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from megamix.checkpoint.folder import checkpoints
-from megamix.config import Config, ConfigError
+from megamix.config import ConfigError
 from megamix.data.token_file import TokenFileWriter
-from tests.train.jobs import VOCAB, Sections, run_on_ranks, tiny_job, write_data
+from tests.builders import VOCAB, run_on_ranks, tiny_job, write_data
 
 
 @dataclass(frozen=True)
@@ -28,13 +24,13 @@ class Leg:
     `told`: words in the run's log. `refused`: words of the refusal; "": the leg goes on.
     """
 
-    sections: Sections = field(default_factory=dict)
+    sections: dict = field(default_factory=dict)
     told: str = ""
     refused: str = ""
     ranks: int = 1
 
 
-LEGS: dict[str, Leg] = {
+LEGS = {
     "more steps": Leg({"training": {"steps": 6}}, told="training.steps: 4 -> 6"),
     "fewer steps than were made": Leg({"training": {"steps": 3}}, refused="training.steps: got 3"),
     "another rate": Leg({"optimizer": {"lr": 0.005}}, told="optimizer.lr: 0.01 -> 0.005"),
@@ -67,8 +63,8 @@ LEGS: dict[str, Leg] = {
 }
 
 
-def _config(data: Path, run: Path, changed: Sections) -> Config:
-    own: Sections = {
+def _config(data, run, changed):
+    own = {
         "training": {"steps": 6, "eval_interval": 0},
         "checkpoint": {"folder": str(run), "save_interval": 2},
         "metrics": {"tensorboard": False},
@@ -76,7 +72,7 @@ def _config(data: Path, run: Path, changed: Sections) -> Config:
     return tiny_job(data.parent, own, changed, tokens=data)
 
 
-def _in(folder: Path, tree: Any) -> Any:
+def _in(folder, tree):
     """Return the sections with the path of the other data."""
     if isinstance(tree, dict):
         return {key: _in(folder, value) for key, value in tree.items()}
@@ -86,8 +82,8 @@ def _in(folder: Path, tree: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder: Path = tmp_path_factory.mktemp("data") / "data"
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data") / "data"
     write_data(folder)
     with TokenFileWriter(folder / "other", VOCAB) as writer:
         for start in range(2000):
@@ -96,13 +92,13 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def first_leg(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    run: Path = tmp_path_factory.mktemp("first") / "run"
+def first_leg(data, tmp_path_factory):
+    run = tmp_path_factory.mktemp("first") / "run"
     run_on_ranks(_config(data, run, {"training": {"steps": 4}}))
     return run
 
 
-def _go_on(config: Config) -> tuple[str, str]:
+def _go_on(config):
     """Return why the leg does not start, or nothing, and its log."""
     said = io.StringIO()
     try:
@@ -113,15 +109,13 @@ def _go_on(config: Config) -> tuple[str, str]:
     return "", said.getvalue()
 
 
-def _names(run: Path) -> list[str]:
+def _names(run):
     return sorted(path.name for path in (run / "checkpoints").iterdir())
 
 
 @pytest.mark.uncounted
 @pytest.mark.parametrize("name", LEGS)
-def test_a_changed_leg_goes_on_or_is_refused(
-    run_ranks: Any, data: Path, first_leg: Path, tmp_path: Path, name: str
-) -> None:
+def test_a_changed_leg_goes_on_or_is_refused(run_ranks, data, first_leg, tmp_path, name):
     leg, run = LEGS[name], tmp_path / "run"
     shutil.copytree(first_leg, run)
     saved = _names(run)

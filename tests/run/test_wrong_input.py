@@ -2,14 +2,10 @@
 nothing is written and torch is not imported.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -24,11 +20,11 @@ from megamix.supervise.run_lock import LOCK, run_lock
 from megamix.supervise.status import RunStatus
 from megamix.tools.plan.advice import by_shard
 from megamix.tools.plan.memory_plan import plan_memory
-from tests.train.jobs import tiny_job, write_data
+from tests.builders import tiny_job, write_data
 
 
 @pytest.fixture
-def job(tmp_path) -> tuple[Path, Path]:
+def job(tmp_path):
     """Return (folder, a configuration file for a job in it that would run)."""
     write_data(tmp_path / "data")
     config = tmp_path / "job.toml"
@@ -36,30 +32,30 @@ def job(tmp_path) -> tuple[Path, Path]:
     return tmp_path, config
 
 
-def _truncate(folder: Path) -> None:
+def _truncate(folder):
     with (folder / "data/train.bin").open("r+b") as file:
         file.truncate(100)
 
 
-def _remove(folder: Path) -> None:
+def _remove(folder):
     (folder / "data/valid.idx").unlink()
 
 
-def _leave_a_run(folder: Path) -> None:
+def _leave_a_run(folder):
     (folder / "run").mkdir()
     (folder / "run/metrics.jsonl").touch()
 
 
-def _put_a_file_in_the_way(folder: Path) -> None:
+def _put_a_file_in_the_way(folder):
     (folder / "run").touch()
 
 
-def _nothing(folder: Path) -> None:
+def _nothing(folder):
     pass
 
 
 # By mistake: overrides, number of ranks, a change of the files, and words of the message.
-MISTAKES: dict[str, tuple[list[str], int, Callable[[Path], None], str]] = {
+MISTAKES = {
     "world size is not dp_size": (
         ["parallelism.dp_size=2"],
         4,
@@ -97,7 +93,7 @@ MISTAKES: dict[str, tuple[list[str], int, Callable[[Path], None], str]] = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_named_and_nothing_is_written(job, monkeypatch, capsys, name: str) -> None:
+def test_a_mistake_is_named_and_nothing_is_written(job, monkeypatch, capsys, name):
     folder, config = job
     overrides, world_size, damage, message = MISTAKES[name]
     damage(folder)
@@ -111,7 +107,7 @@ def test_a_mistake_is_named_and_nothing_is_written(job, monkeypatch, capsys, nam
     assert sorted(path.relative_to(folder) for path in folder.rglob("*")) == before
 
 
-def _save(folder: Path, run: str, update: int, **overrides: object) -> Path:
+def _save(folder, run, update, **overrides):
     """Write a checkpoint as a run leaves it, as far as a check reads it."""
     config = tiny_job(folder, checkpoint={"folder": str(folder / run)}, **overrides)
     record = record_of(config, data_fingerprints(config)).model_copy(update={"progress": {"cursor": 8 * update}})
@@ -131,11 +127,11 @@ def _save(folder: Path, run: str, update: int, **overrides: object) -> Path:
 SIZES = ("  parameters ", "  tokens ", "     ", "  memory ", "  checkpoint ")  # begin the lines on a job's size
 
 
-def test_a_check_says_what_the_job_would_do(job, monkeypatch, capsys) -> None:
+def test_a_check_says_what_the_job_would_do(job, monkeypatch, capsys):
     folder, config = job
     run = folder / "run"
 
-    def told(*overrides: str) -> str:
+    def told(*overrides):
         assert main(["train", str(config), "--check", *overrides]) == 0
         return "".join(line for line in capsys.readouterr().out.splitlines(True) if not line.startswith(SIZES))
 
@@ -176,7 +172,7 @@ def test_a_check_says_what_the_job_would_do(job, monkeypatch, capsys) -> None:
     assert told() == ""
 
 
-def test_a_run_goes_on_without_the_checkpoint_that_it_began_from_however_its_path_is_written(job, monkeypatch) -> None:
+def test_a_run_goes_on_without_the_checkpoint_that_it_began_from_however_its_path_is_written(job, monkeypatch):
     folder, config = job
     begun, own = _save(folder, "other", 3), _save(folder, "run", 7)
     loaded = load_config(config, [f"checkpoint.resume={begun}"])
@@ -199,7 +195,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("changed", CHANGES)
-def test_a_check_refuses_to_go_on_where_the_start_does(job, capsys, changed: str) -> None:
+def test_a_check_refuses_to_go_on_where_the_start_does(job, capsys, changed):
     folder, config = job
     _save(folder, "run", 7)
     assert main(["train", str(config), "--check", *changed.format(folder=folder).split()]) == 2
@@ -208,7 +204,7 @@ def test_a_check_refuses_to_go_on_where_the_start_does(job, capsys, changed: str
         assert part.format(folder=folder) in said
 
 
-def test_a_check_refuses_a_folder_that_a_job_holds_and_leaves_a_dead_one_s_lock(job, capsys) -> None:
+def test_a_check_refuses_a_folder_that_a_job_holds_and_leaves_a_dead_one_s_lock(job, capsys):
     folder, config = job
     (folder / "run").mkdir()
     lock, check = folder / "run" / LOCK, ["train", str(config), "--check"]
@@ -222,7 +218,7 @@ def test_a_check_refuses_a_folder_that_a_job_holds_and_leaves_a_dead_one_s_lock(
     assert lock.exists()
 
 
-def test_a_check_of_a_run_imports_no_torch(job) -> None:
+def test_a_check_of_a_run_imports_no_torch(job):
     folder, config = job
     _save(folder, "run", 7)
     code = (
@@ -233,7 +229,7 @@ def test_a_check_of_a_run_imports_no_torch(job) -> None:
     assert result.stdout.split()[-2:] == ["0", "False"]
 
 
-def test_a_check_of_memory_names_the_setting_that_would_fit(job, monkeypatch, capsys) -> None:
+def test_a_check_of_memory_names_the_setting_that_would_fit(job, monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
     large = [
         "model.hidden_size=256",
@@ -246,7 +242,7 @@ def test_a_check_of_memory_names_the_setting_that_would_fit(job, monkeypatch, ca
     peaks = dict(by_shard(config, plan_memory(config, 2, "cpu")))
     assert peaks["states"] > peaks["gradients"] > peaks["parameters"]
 
-    def check(limit: int) -> int:
+    def check(limit):
         return main(["train", str(job[1]), *large, "--check", "--memory", f"{limit / 2**20!r}MiB"])
 
     assert check(peaks["states"]) == 0
@@ -262,7 +258,7 @@ def test_a_check_of_memory_names_the_setting_that_would_fit(job, monkeypatch, ca
     assert "no change here is enough: half parameters and gradients, " in capsys.readouterr().err
 
 
-def test_mistakes_of_files_and_ranks_are_shown_at_once(job, monkeypatch, capsys) -> None:
+def test_mistakes_of_files_and_ranks_are_shown_at_once(job, monkeypatch, capsys):
     folder, config = job
     _remove(folder)
     _leave_a_run(folder)
@@ -273,7 +269,7 @@ def test_mistakes_of_files_and_ranks_are_shown_at_once(job, monkeypatch, capsys)
     assert all(field in error for field in ("training.global_batch_size", "data.valid", "checkpoint.folder"))
 
 
-def test_trackers_that_are_not_installed_are_reported_before_the_run(job, monkeypatch, capsys) -> None:
+def test_trackers_that_are_not_installed_are_reported_before_the_run(job, monkeypatch, capsys):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert main(["train", str(job[1]), 'metrics.wandb.project="mine"']) == 2
     said = capsys.readouterr().err
@@ -281,7 +277,7 @@ def test_trackers_that_are_not_installed_are_reported_before_the_run(job, monkey
     assert "metrics.wandb: is set, but the package wandb is not installed; run pip" in said
 
 
-def test_tokenizers_that_are_not_installed_are_reported_before_the_run(job, monkeypatch, capsys) -> None:
+def test_tokenizers_that_are_not_installed_are_reported_before_the_run(job, monkeypatch, capsys):
     folder, config = job
     for name, package in (("tokenizer.json", "tokenizers"), ("t.model", "sentencepiece")):
         (folder / name).write_text("no JSON")
@@ -291,14 +287,14 @@ def test_tokenizers_that_are_not_installed_are_reported_before_the_run(job, monk
         assert want in capsys.readouterr().err
 
 
-def test_a_file_that_is_no_tokenizer_is_reported_before_the_run(job, capsys) -> None:
+def test_a_file_that_is_no_tokenizer_is_reported_before_the_run(job, capsys):
     folder, config = job
     (folder / "tokenizer.json").write_text("{}")
     assert main(["train", str(config), f'data.tokenizer="{folder / "tokenizer.json"}"']) == 2
     assert "is no tokenizer.json" in capsys.readouterr().err
 
 
-def test_a_cublas_that_is_not_deterministic_is_refused_where_the_run_is_to_be(job, monkeypatch, capsys) -> None:
+def test_a_cublas_that_is_not_deterministic_is_refused_where_the_run_is_to_be(job, monkeypatch, capsys):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
     assert main(["train", str(job[1]), "--check"]) == 0
     assert main(["train", str(job[1]), "--check", "training.deterministic=true"]) == 2

@@ -11,8 +11,6 @@ cover of all pairs of settings, then random ones; with `--count` of 100 or more 
 another one on simulated GPUs. The first difference of each is named. Exit status: 0 if all are equal, else 1.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -20,9 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from tests.gpu import library
 from tests.same_bits.compare import first_difference, lies_alike
@@ -30,7 +26,6 @@ from tests.same_bits.configurations import (
     AXES,
     NAMED,
     WORLD_SIZES,
-    Configuration,
     allowed_pairs,
     choose,
     pairs_of,
@@ -43,7 +38,7 @@ WORKER = Path(__file__).parent / "worker.py"
 TOLD_EVERY_S = 30.0
 
 
-def chosen(arguments: argparse.Namespace) -> list[Configuration]:
+def chosen(arguments):
     """Return the configurations with their numbers and seeds, small worlds first.
 
     Raises: ValueError, as `restricted`.
@@ -64,7 +59,7 @@ def chosen(arguments: argparse.Namespace) -> list[Configuration]:
     return sorted(all_of_it, key=lambda one: (one.get("gpu", False), one["ranks"]))
 
 
-def start(tree: Path, folder: Path, name: str) -> subprocess.Popen[bytes]:
+def start(tree, folder, name):
     """Start a side. Each has a cache of compiled code of its own, else one side would run what the other compiled."""
     own = {
         "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "PYTHONHASHSEED": "0",
@@ -76,7 +71,7 @@ def start(tree: Path, folder: Path, name: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, cwd=folder, env={**os.environ, **own})
 
 
-def answers(path: Path, side: subprocess.Popen[bytes]) -> Iterator[dict[str, Any]]:
+def answers(path, side):
     """Yield what a side writes, as it comes, until the side has ended."""
     line = ""
     with path.open() as lines:
@@ -92,7 +87,7 @@ def answers(path: Path, side: subprocess.Popen[bytes]) -> Iterator[dict[str, Any
                 time.sleep(0.2)
 
 
-def compare(trees: dict[str, Path], found: Sequence[Configuration]) -> int:
+def compare(trees, found):
     """Train all on both sides; print the first difference of each, and a summary. Return how many are not equal."""
     judged = different = moved = attempts = skipped = 0
     began_s = told_s = time.monotonic()
@@ -129,11 +124,11 @@ def compare(trees: dict[str, Path], found: Sequence[Configuration]) -> int:
     return len(found) - judged + different
 
 
-def described(one: Configuration) -> str:
+def described(one):
     return " ".join(f"{axis}={one[axis]}" for axis in [*AXES, "compiled", "gpu"] if axis in one)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv=None):
     parser = argparse.ArgumentParser(prog="tests.same_bits", description=__doc__.partition("\n")[0])
     parser.add_argument("old", type=Path, help="the tree to compare with, such as a worktree of an earlier commit")
     parser.add_argument("--count", type=int, default=200, help="configurations")

@@ -1,15 +1,11 @@
 """Whether two trees have told the same of a configuration, and if not, where they part first."""
 
-from __future__ import annotations
-
 import re
-from collections.abc import Mapping
-from typing import Any
 
 MOST_LINES = 12  # of a traceback
 
 
-def first_difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
+def first_difference(old, new):
     """Return where two answers differ first, by attempt, and in how many places in all; None where they do in none.
 
     An answer is `told`, the bits by who tells and by what they are of, and `layout`, how the owners' pieces lie; or an
@@ -29,11 +25,11 @@ def first_difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | No
     return f"{min(differences)[-1]}; places that differ: {len(differences)}" if differences else None
 
 
-def lies_alike(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
+def lies_alike(old, new):
     """Return whether the same rank owns the same elements, where both trees have trained."""
     return "error" in old or "error" in new or bool(old["layout"] == new["layout"])
 
 
-def _moment(what: str) -> int:
+def _moment(what):
     attempt = re.match(r"attempt (\d+)", what)
     return int(attempt[1]) if attempt else -1 if what.startswith("at the start") else 99

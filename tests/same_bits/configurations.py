@@ -1,16 +1,13 @@
 """The configurations that two trees train: a seeded cover of all pairs of settings, then seeded random ones."""
 
-from __future__ import annotations
-
 import itertools
 import random
-from collections.abc import Iterator, Mapping, Sequence
 
 Setting = str | int | float | bool | None
 Configuration = dict[str, Setting]
 Pair = tuple[tuple[str, Setting], tuple[str, Setting]]  # of axes in the order of AXES
 
-AXES: dict[str, Sequence[Setting]] = {
+AXES = {
     "layout": ("dp1", "dp2", "dp4", "tp2", "dp2tp2", "pp2", "pp2zb"),
     "model": ("plain", "tied", "frozen", "buffers", "recompute", "deep"),
     "dtype": ("fp16", "bf16", "fp32"),
@@ -40,10 +37,10 @@ _MESHES = ("tp2", "dp2tp2", "pp2", "pp2zb")
 _PIPELINES = ("pp2", "pp2zb")
 
 
-def _forbidden() -> Iterator[Pair]:
+def _forbidden():
     """Yield the pairs that the engine, a family's model or this tool cannot have."""
 
-    def both(axis: str, values: Sequence[Setting], other: str, others: Sequence[Setting]) -> Iterator[Pair]:
+    def both(axis, values, other, others):
         for value, with_it in itertools.product(values, others):
             yield (axis, value), (other, with_it)
 
@@ -60,9 +57,9 @@ def _forbidden() -> Iterator[Pair]:
 
 FORBIDDEN = frozenset(_forbidden())
 
-_BASE: Configuration = {axis: values[0] for axis, values in AXES.items()} | {"bucket_size": 700, "clip_grad": 0.5}
+_BASE = {axis: values[0] for axis, values in AXES.items()} | {"bucket_size": 700, "clip_grad": 0.5}
 # Compiling takes seconds, and simulated GPUs are processes of their own: a handful each.
-NAMED: tuple[Configuration, ...] = tuple(
+NAMED = tuple(
     {**_BASE, **more}
     for more in (
         {"compiled": True, "optimizer": "adamw", "scale": "dynamic"},
@@ -83,16 +80,16 @@ NAMED: tuple[Configuration, ...] = tuple(
 )  # fmt: skip
 
 
-def pairs_of(configuration: Mapping[str, Setting]) -> set[Pair]:
+def pairs_of(configuration):
     """Return its pairs of values of two axes."""
     return set(itertools.combinations(((axis, configuration[axis]) for axis in AXES if axis in configuration), 2))
 
 
-def allowed_pairs(axes: Mapping[str, Sequence[Setting]]) -> set[Pair]:
+def allowed_pairs(axes):
     """Return the pairs that can be: every other axis has a value that goes with both."""
     items = [(axis, value) for axis in AXES for value in axes[axis]]
 
-    def can_be(one: tuple[str, Setting], other: tuple[str, Setting]) -> bool:
+    def can_be(one, other):
         pair = dict([one, other])
         return (one, other) not in FORBIDDEN and all(
             any(_goes_with((axis, value), pair) for value in axes[axis]) for axis in AXES if axis not in pair
@@ -102,14 +99,14 @@ def allowed_pairs(axes: Mapping[str, Sequence[Setting]]) -> set[Pair]:
     return {(one, other) for one, other in both if one[0] != other[0] and can_be(one, other)}
 
 
-def choose(axes: Mapping[str, Sequence[Setting]], count: int, seed: int) -> list[Configuration]:
+def choose(axes, count, seed):
     """Return as many configurations, of which the first cover every allowed pair of values of two axes, if there is
     room: each has, of a few random ones, the most pairs that none before it had.
     """
     dice = random.Random(seed)
     missing = sorted(allowed_pairs(axes), key=repr)
     dice.shuffle(missing)
-    chosen: list[Configuration] = []
+    chosen = []
     while len(chosen) < count:
         wanted = dict(missing[0]) if missing else {}
         if not wanted:
@@ -128,7 +125,7 @@ def choose(axes: Mapping[str, Sequence[Setting]], count: int, seed: int) -> list
     return chosen
 
 
-def product(axes: Mapping[str, Sequence[Setting]], seed: int) -> list[Configuration]:
+def product(axes, seed):
     """Return every allowed combination of the axes of PRODUCT on one rank; of the others a value each is drawn."""
     axes = {**axes, "layout": ("dp1",)}
     dice = random.Random(seed)
@@ -141,9 +138,7 @@ def product(axes: Mapping[str, Sequence[Setting]], seed: int) -> list[Configurat
     return found
 
 
-def _drawn(
-    axes: Mapping[str, Sequence[Setting]], wanted: Configuration, dice: random.Random, tries: int = 5
-) -> Configuration | None:
+def _drawn(axes, wanted, dice, tries=5):
     """Return an allowed configuration with what is wanted, the other values by chance; None if none was found."""
     for _ in range(tries):
         drawn = dict(wanted)
@@ -158,11 +153,11 @@ def _drawn(
     return None
 
 
-def _goes_with(item: tuple[str, Setting], drawn: Configuration) -> bool:
+def _goes_with(item, drawn):
     return not any((item, other) in FORBIDDEN or (other, item) in FORBIDDEN for other in drawn.items())
 
 
-def restricted(only: Sequence[str]) -> dict[str, Sequence[Setting]]:
+def restricted(only):
     """Return AXES with the values that `axis=value,value` names. Raises: ValueError naming what there is instead."""
     axes = dict(AXES)
     for text in only:

@@ -5,8 +5,6 @@ of its inside, so that one text drives trees of which the inside differs.
     PYTHONPATH=TREE python worker.py TREE CONFIGURATIONS ANSWERS      # lines of JSON, in and out
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import importlib
@@ -16,9 +14,7 @@ import random
 import sys
 import warnings
 import zlib
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 import megamix
 
 
-def found(*places: str) -> Any:
+def found(*places):
     """Return what lies at the first of these places that this tree has, each `module:name`: an earlier tree has other
     rooms.
     """
@@ -43,12 +39,12 @@ def found(*places: str) -> Any:
 ATTEMPTS, DEADLINE_S = 7, 180.0
 VOCAB, WIDTH, LENGTH, SAMPLES, MATRICES = 28, 16, 8, 2, 2
 REPLICATED = ("dp1", "dp2", "dp4")
-SCALES: dict[str, dict[str, Any]] = {
+SCALES = {
     "static": {"init_scale": 2.0**10},
     "dynamic": {"init_scale": 2.0**16, "growth_interval": 2, "hysteresis": 2},
     "headroom": {"margin": 8.0},
 }
-OPTIMIZERS: dict[str, dict[str, Any]] = {
+OPTIMIZERS = {
     "adamw": {},
     "nag": {},
     "muon": {},
@@ -70,21 +66,21 @@ class Planted(Exception):
 class Block(nn.Module):
     """A block of tests/distributed/models.py, here so that both trees train this one whatever becomes of theirs."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
         self.up = nn.Linear(WIDTH, 40)
         self.down = nn.Linear(40, WIDTH)
         self.gain = nn.Parameter(torch.ones(1))  # smaller than the ranks are many
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return x + self.gain * self.down(F.gelu(self.up(self.norm(x))))
 
 
 class Net(nn.Module):
     """A model for ranks that hold all of it; `kind` is the configuration's `model`."""
 
-    def __init__(self, kind: str):
+    def __init__(self, kind):
         super().__init__()
         self.embedding = nn.Embedding(VOCAB, WIDTH)
         self.units = nn.ModuleList(
@@ -100,7 +96,7 @@ class Net(nn.Module):
             self.units[0].down.weight.requires_grad_(False)
         self.recomputes = kind == "recompute"
 
-    def forward(self, tokens: Tensor, targets: Tensor, skipped: int | None = None) -> Tensor:
+    def forward(self, tokens, targets, skipped=None):
         """Return the mean loss of the targets that count; unit `skipped` is left out."""
         x = self.embedding(tokens)
         for number, block in enumerate(self.units):
@@ -118,18 +114,18 @@ class Training:
         where the buckets begin, as by_piece does.
     """
 
-    def __init__(self, configuration: dict[str, Any], device: torch.device):
-        self.told: dict[str, str] = {}
-        self.pieces: list[tuple[str, int, Tensor]] = []
-        self.sums: list[tuple[str, Tensor]] = []
+    def __init__(self, configuration, device):
+        self.told = {}
+        self.pieces = []
+        self.sums = []
         self.at, self.skipped_steps = "at the start", 0
         self.chosen, self.device = configuration, device
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.dice, self.seed = random.Random(configuration["seed"]), zlib.crc32(configuration["seed"].encode())
-        self.spoils: str | None = None  # what becomes of a gradient: "inf", "nan", "raises"
+        self.spoils = None  # what becomes of a gradient: "inf", "nan", "raises"
         self.forward_fails = False
-        self.saved: dict[str, Any] = {}
-        self.runner: Any = None  # of a pipeline
+        self.saved = {}
+        self.runner = None  # of a pipeline
         self.tp_rank, self.dp_rank = 0, self.rank
         layout = configuration["layout"]
         self.tp, self.pp = 1 + ("tp2" in layout), 1 + ("pp2" in layout)
@@ -138,7 +134,7 @@ class Training:
         torch.manual_seed(self.seed)
         self.engine = self._build()
 
-    def _build(self) -> Any:
+    def _build(self):
         """Return the engine as a job builds it."""
         from megamix.parallel.build import build_model, drawn
 
@@ -167,7 +163,7 @@ class Training:
         self.runner = build_runner(config, engine, model, stages) if stages else None
         return engine
 
-    def _config(self) -> Any:
+    def _config(self):
         from megamix.config import config_from_dict
 
         chosen, layout = self.chosen, self.chosen["layout"]
@@ -199,12 +195,12 @@ class Training:
             "checkpoint": {"folder": "none"},
         })  # fmt: skip
 
-    def _fill(self, spec: Any, start: int, values: Tensor) -> None:
+    def _fill(self, spec, start, values):
         generator = torch.Generator().manual_seed(zlib.crc32(spec.name.encode()))
         whole = 0.2 * torch.randn(spec.full_shape, generator=generator)
         values.copy_(whole.flatten()[start : start + values.numel()])
 
-    def _hook(self, units: Sequence[nn.Module]) -> None:
+    def _hook(self, units):
         """Plant what may go wrong, and record values."""
         inner = units[len(units) // 2]
         inner.register_forward_pre_hook(self._before_unit)
@@ -212,16 +208,16 @@ class Training:
         matrix = next(param for param in inner.parameters() if param.dim() > 1)
         matrix.register_hook(self._spoilt)
 
-    def _before_unit(self, unit: nn.Module, args: Any) -> None:
+    def _before_unit(self, unit, args):
         if self.forward_fails:
             raise Planted
 
-    def _after_unit(self, unit: nn.Module, args: Any, output: Any) -> None:
+    def _after_unit(self, unit, args, output):
         values = (output if isinstance(output, Tensor) else output[0]).detach().float()
         megamix.record("unit/mean", values.mean())
         megamix.record("unit/peak", values.abs().amax(), "max")
 
-    def _spoilt(self, grad: Tensor) -> Tensor:
+    def _spoilt(self, grad):
         if self.spoils == "raises":
             raise Planted
         if self.spoils is None or self.rank != {"inf": self.size - 1, "nan": 0}[self.spoils]:
@@ -232,10 +228,10 @@ class Training:
 
     # The record.
 
-    def note(self, what: str, value: Tensor) -> None:
+    def note(self, what, value):
         self.told[f"{self.at}: {what}"] = bits(value)
 
-    def note_step(self, result: Any) -> None:
+    def note_step(self, result):
         for name in ("loss", "found_inf", "grad_norm", "max_abs", "loss_scale", "lr", "stop_requested", "by_piece"):
             self.note(name, getattr(result, name))
         for name, value in result.recorded.values().items():
@@ -250,13 +246,13 @@ class Training:
             self.note(f"buffer {name}", buffer)
         self.note_counters()
 
-    def note_counters(self) -> None:
+    def note_counters(self):
         self.note("applied_updates", self.engine.applied_updates)
         self.note("skipped_steps", self.engine.skipped_steps)
         for name, value in self.engine.loss_scale.state_dict().items():
             self.note(f"loss scale's {name}", value)
 
-    def look(self) -> None:
+    def look(self):
         """Note masters, states and half parameters; awaits what is under way."""
         for owned in self.engine.owned_ranges():
             block = f" of tp rank {self.tp_rank}" if owned.spec.shape != owned.spec.full_shape else ""
@@ -269,7 +265,7 @@ class Training:
 
     # The events.
 
-    def run(self) -> None:
+    def run(self):
         happens = self._script()
         self.look()
         for number, events in enumerate(happens):
@@ -281,9 +277,9 @@ class Training:
         for name, value in self.engine.full_weights().items():
             self.note(f"full weight {name}", value)
 
-    def _script(self) -> list[set[str]]:
+    def _script(self):
         """Return the events of each attempt; the first has none but the probe and a load."""
-        happens: list[set[str]] = [{"probe"} if self.chosen["probe"] else set(), *(set() for _ in range(1, ATTEMPTS))]
+        happens = [{"probe"} if self.chosen["probe"] else set(), *(set() for _ in range(1, ATTEMPTS))]
         for event in EVENTS:
             happens[self.dice.randrange(1, ATTEMPTS)].add(event)
         save, restore = sorted(self.dice.sample(range(ATTEMPTS), 2))
@@ -291,7 +287,7 @@ class Training:
         happens[restore].add("restore")
         return happens if self.runner is None else [events - NOT_IN_PIPELINES for events in happens]
 
-    def _attempt(self, number: int, events: set[str]) -> None:
+    def _attempt(self, number, events):
         engine = self.engine
         self._change_state(number, events)
         if "evaluate" in events:
@@ -325,7 +321,7 @@ class Training:
         if self.chosen["looks"] == "at each step" or "look" in events:
             self.look()
 
-    def _change_state(self, number: int, events: set[str]) -> None:
+    def _change_state(self, number, events):
         engine = self.engine
         if "save" in events:
             self.saved = engine.state_dict()
@@ -342,21 +338,19 @@ class Training:
         if "lr table" in events:
             engine.set_lr([0.02, 0.005, 0.01])
 
-    def _fail(self, number: int) -> None:
+    def _fail(self, number):
         with contextlib.suppress(Planted):
             self._micro_batches(number)
             raise AssertionError("nothing has failed")
 
-    def _end(self) -> int:
+    def _end(self):
         """Return which micro-batch ends a step before its time: on each data-parallel rank another, where none waits
         for the others' before.
         """
         alike = self.chosen["shard"] == "parameters" or self.chosen["accumulate"] == "owner"
         return 0 if alike else self.dp_rank % self.count
 
-    def _micro_batches(
-        self, number: int, most: int | None = None, *, ends: int | None = None, misses: bool = False
-    ) -> None:
+    def _micro_batches(self, number, most=None, *, ends=None, misses=False):
         """Forward and backward of a step's micro-batches; of the first ones alone, or with one that ends the step.
         `misses`: no gradient comes to a unit, on some ranks or all.
         """
@@ -370,12 +364,12 @@ class Training:
             loss = self.engine(*self._inputs(number, place, 0 if skips else None))
             self.engine.backward(loss, (1.0, 0.25, 0.5)[place], last=place == ends)
 
-    def _inputs(self, number: int, place: int, skipped: int | None = None) -> tuple[Any, ...]:
+    def _inputs(self, number, place, skipped=None):
         batch = self._batch(number, place)
         replicated = self.chosen["layout"] in REPLICATED
         return (batch.tokens, batch.targets, skipped) if replicated else batch.inputs
 
-    def _batch(self, number: int, place: int) -> Any:
+    def _batch(self, number, place):
         """Return a micro-batch, a function of where it belongs; some of its targets count for nothing."""
         from megamix.data.loader import Batch
 
@@ -386,7 +380,7 @@ class Training:
         return Batch(inputs.to(self.device), targets.to(self.device), None, SAMPLES * (LENGTH - 1))
 
     @torch.no_grad()
-    def _evaluate(self, number: int) -> None:
+    def _evaluate(self, number):
         self.engine.module.eval()
         if self.runner is None:
             self.note("evaluated", self.engine(*self._inputs(number, 0)))
@@ -395,7 +389,7 @@ class Training:
         self.engine.module.train()
 
 
-def bits(value: Tensor) -> str:
+def bits(value):
     flat = value.detach().to("cpu", copy=True).reshape(-1)  # a NumPy array of the engine's own memory would keep it
     if flat.is_floating_point():
         flat = flat.masked_fill(flat.isnan(), torch.nan)  # which of the many NaNs it is depends on the kernel
@@ -404,7 +398,7 @@ def bits(value: Tensor) -> str:
     return f"{digest} {str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}{shown}"
 
 
-def train(configuration: dict[str, Any], tree: str) -> dict[str, Any]:
+def train(configuration, tree):
     """Return what one rank tells of a configuration."""
     assert Path(megamix.__file__).is_relative_to(tree), f"{megamix.__file__} is not of {tree}"
     place = ("cuda", torch.cuda.current_device()) if "gpu" in configuration else ("cpu",)
@@ -413,20 +407,20 @@ def train(configuration: dict[str, Any], tree: str) -> dict[str, Any]:
     return {key: getattr(training, key) for key in ("told", "pieces", "sums", "skipped_steps")}
 
 
-def quietly(configuration: dict[str, Any], tree: str) -> dict[str, Any]:
+def quietly(configuration, tree):
     """Train without the warnings that configurations like these bring."""
     logging.disable()
     warnings.simplefilter("ignore")
     return train(configuration, tree)
 
 
-def joined(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def joined(ranks):
     """Return what all ranks tell: of each by itself, of all together, and how their pieces lie."""
     pieces = [(what, start, rank, values) for rank, one in enumerate(ranks) for what, start, values in one["pieces"]]
-    wholes: dict[str, list[Tensor]] = {}
+    wholes = {}
     for what, _, _, values in sorted(pieces, key=lambda piece: piece[:3]):
         wholes.setdefault(what, []).append(values)
-    tables: dict[str, list[Tensor]] = {}
+    tables = {}
     for what, table in (entry for one in ranks for entry in one["sums"]):
         tables.setdefault(what, []).append(table)
     together = {what: bits(torch.cat(parts)) for what, parts in wholes.items()}
@@ -437,9 +431,9 @@ def joined(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {"told": told, "layout": layout, "skipped": ranks[0]["skipped_steps"], "attempts": ATTEMPTS}
 
 
-def main(tree: str, configurations: str, answers: str) -> None:
+def main(tree, configurations, answers):
     RankPool = found("tools.ranks:RankPool", "ranks:RankPool")
-    pools: dict[tuple[int, bool], Any] = {}
+    pools = {}
     with open(answers, "w") as out:
         for one in map(json.loads, Path(configurations).read_text().splitlines()):
             size, on_gpus = one["ranks"], "gpu" in one
@@ -455,7 +449,7 @@ def main(tree: str, configurations: str, answers: str) -> None:
         pool.close()
 
 
-def _on_gpus(pool: Any, configuration: dict[str, Any], tree: str) -> Any:
+def _on_gpus(pool, configuration, tree):
     from tests.gpu.pools import on_gpu, processes_with_gpus  # the tree's own
 
     with processes_with_gpus():

@@ -2,8 +2,6 @@
 descriptor.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -18,7 +16,7 @@ from tests.conftest import FULL
 ROOT = Path(__file__).parents[2]
 
 
-def _run(arguments: list[str], closed: str, **environment: str) -> subprocess.CompletedProcess[bytes]:
+def _run(arguments, closed, **environment):
     """Run a command by a shell that closes streams, as cron jobs and daemons do."""
     return subprocess.run(
         ["bash", "-c", f'exec "$@" {closed}', "bash", sys.executable, *arguments],
@@ -34,7 +32,7 @@ STREAMS = [(*RANK, closed) for closed in CLOSED] + [(*LAUNCHER, closed) for clos
 
 
 @pytest.mark.parametrize(("arguments", "status", "closed"), STREAMS)
-def test_the_exit_status_needs_no_streams(arguments: list[str], status: int, closed: str) -> None:
+def test_the_exit_status_needs_no_streams(arguments, status, closed):
     ended = _run(arguments, closed)
     assert ended.returncode == status, ended.stderr.decode()
     assert b"Traceback" not in ended.stderr
@@ -52,7 +50,7 @@ os._exit(number)
 """
 
 
-def test_no_file_gets_the_number_of_a_closed_stream() -> None:
+def test_no_file_gets_the_number_of_a_closed_stream():
     assert _run(["-c", _OPENED], "<&- >&- 2>&-").returncode > 2
 
 
@@ -73,25 +71,25 @@ end_process(3)
 """
 
 
-def test_a_process_ends_behind_its_threads_and_exit_functions() -> None:
+def test_a_process_ends_behind_its_threads_and_exit_functions():
     done = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, check=False)
     assert (done.stdout, done.stderr) == ("a thread ended\nexit functions ran\n", "")
     assert done.returncode == 3
 
 
-def test_a_letter_that_the_console_lacks_is_written_by_its_number() -> None:
+def test_a_letter_that_the_console_lacks_is_written_by_its_number():
     config = str(ROOT / "configs/quickstart.toml")
     ended = _run(["-m", "megamix", "config", config, "checkpoint.folder=rün", "--show"], "", PYTHONIOENCODING="ascii")
     assert ended.returncode == 0, ended.stderr.decode()
     assert b'folder = "r\\xfcn"' in ended.stdout
 
 
-def test_a_long_phase_says_how_long_it_has_taken_until_it_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
+def test_a_long_phase_says_how_long_it_has_taken_until_it_is_over(monkeypatch):
+    said = []
     before_it = threading.active_count()
     told_twice = threading.Event()
 
-    def say_phase(words: str) -> None:
+    def say_phase(words):
         said.append(words)
         if len(said) == 3:
             told_twice.set()

@@ -1,9 +1,6 @@
 """`megamix hang` says from the ranks' records who is missing in which collective, and where ranks differ."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 
@@ -15,7 +12,7 @@ from megamix.supervise.watchdog import Watchdog
 SUM, GATHER = "gloo:all_to_all", "gloo:all_gather"
 
 
-def _write(folder: Path, rank: int, *collectives: tuple[str, int, str]) -> None:
+def _write(folder, rank, *collectives):
     """Write a rank's record. `collectives`: group, number and name of each."""
     groups = {"0": "[0, 1, 2]", **({"pair": "[0, 1]"} if rank < 2 else {})}
     record = {
@@ -28,14 +25,14 @@ def _write(folder: Path, rank: int, *collectives: tuple[str, int, str]) -> None:
     (folder / f"collectives_rank{rank}.json").write_text(json.dumps(record))
 
 
-def _told(folder: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
+def _told(folder, capsys):
     assert main(["hang", str(folder)]) == 0
     first, *rest = capsys.readouterr().out.splitlines()
     assert first == f"{folder / 'status.json'} says nothing"
     return rest
 
 
-def test_ranks_that_never_came_are_named_in_their_group(tmp_path, capsys) -> None:
+def test_ranks_that_never_came_are_named_in_their_group(tmp_path, capsys):
     # Rings overflow: the records begin at different numbers.
     _write(tmp_path, 0, ("0", 7, SUM), ("0", 8, GATHER), ("pair", 1, SUM), ("pair", 2, SUM))
     _write(tmp_path, 1, ("0", 8, GATHER), ("pair", 1, SUM))
@@ -44,7 +41,7 @@ def test_ranks_that_never_came_are_named_in_their_group(tmp_path, capsys) -> Non
     assert _told(tmp_path, capsys) == [f"{told}, {SUM}"]
 
 
-def test_the_first_collective_that_differs_is_told(tmp_path, capsys) -> None:
+def test_the_first_collective_that_differs_is_told(tmp_path, capsys):
     for rank in range(3):
         name = GATHER if rank == 1 else SUM
         _write(tmp_path, rank, ("0", 7, SUM), ("0", 8, name), ("0", 9, SUM))
@@ -53,7 +50,7 @@ def test_the_first_collective_that_differs_is_told(tmp_path, capsys) -> None:
     ]
 
 
-def test_a_rank_without_a_record_and_ranks_alike_are_told(tmp_path, capsys) -> None:
+def test_a_rank_without_a_record_and_ranks_alike_are_told(tmp_path, capsys):
     for rank in (0, 2):
         _write(tmp_path, rank, ("0", 8, SUM))
     assert _told(tmp_path, capsys) == [
@@ -62,7 +59,7 @@ def test_a_rank_without_a_record_and_ranks_alike_are_told(tmp_path, capsys) -> N
     ]
 
 
-def test_a_start_of_fewer_ranks_leaves_no_record_of_ranks_that_are_no_more(tmp_path, capsys) -> None:
+def test_a_start_of_fewer_ranks_leaves_no_record_of_ranks_that_are_no_more(tmp_path, capsys):
     for rank in range(3):
         _write(tmp_path, rank, ("0", 7, SUM))
     status = RunStatus(tmp_path, 1)
@@ -73,12 +70,12 @@ def test_a_start_of_fewer_ranks_leaves_no_record_of_ranks_that_are_no_more(tmp_p
 
 
 @pytest.mark.parametrize("text", ["", '{"entries": [{"process_gro'])  # cut by a full disk
-def test_what_is_no_record_is_refused_by_name(tmp_path, capsys, text: str) -> None:
+def test_what_is_no_record_is_refused_by_name(tmp_path, capsys, text):
     (tmp_path / "collectives_rank3.json").write_text(text)
     assert main(["hang", str(tmp_path)]) == 2
     assert f"{tmp_path}/collectives_rank3.json is no record of torch's flight recorder" in capsys.readouterr().err
 
 
-def test_a_folder_without_records_is_refused(tmp_path, capsys) -> None:
+def test_a_folder_without_records_is_refused(tmp_path, capsys):
     assert main(["hang", str(tmp_path)]) == 2
     assert "has no collectives_rank*.json; give the folder of a failed run on several ranks" in capsys.readouterr().err

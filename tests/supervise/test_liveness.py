@@ -1,14 +1,11 @@
 """A rank reads what another one has written, and ends no process but a missing rank; a stopped launcher ends no run."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket
 import subprocess
 import threading
 import time
-from pathlib import Path
 from unittest import mock
 
 import psutil
@@ -24,12 +21,12 @@ from megamix.supervise.watchdog import Watchdog
 from megamix.tools.ranks import DEADLINE_S
 
 
-def _roll(size: int = 2) -> tuple[RollCall, dist.HashStore]:
+def _roll(size=2):
     store = dist.HashStore()
     return RollCall(store, 0, size), store
 
 
-def test_what_a_rank_writes_is_what_the_others_read() -> None:
+def test_what_a_rank_writes_is_what_the_others_read():
     roll, _ = _roll()
     roll.beat(Position(3, "forward_backward", 2, 0), 0.5)
     (sign,) = roll.signs().values()
@@ -39,7 +36,7 @@ def test_what_a_rank_writes_is_what_the_others_read() -> None:
     assert roll.decide(reason) == roll.decide(EndReason("a later one", [])) == roll.reason() == reason
 
 
-def test_a_rank_that_runs_is_not_dead_when_the_clock_has_been_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_runs_is_not_dead_when_the_clock_has_been_set(monkeypatch):
     sign = Sign(1, 0.0, 0, "", 0, 0, socket.gethostname(), os.getpid(), process_start(os.getpid()))
     booted_s = psutil.boot_time()
     monkeypatch.setattr(psutil._psplatform, "boot_time", lambda: booted_s + 3600)  # as Linux tells it then
@@ -47,9 +44,7 @@ def test_a_rank_that_runs_is_not_dead_when_the_clock_has_been_set(monkeypatch: p
 
 
 @pytest.mark.parametrize("is_stopped", [False, True])
-def test_a_missing_rank_is_killed_also_if_it_is_stopped_and_a_later_process_with_its_pid_is_not(
-    is_stopped: bool,
-) -> None:
+def test_a_missing_rank_is_killed_also_if_it_is_stopped_and_a_later_process_with_its_pid_is_not(is_stopped):
     with subprocess.Popen(["sleep", "60"]) as rank:
         if is_stopped:
             rank.send_signal(signal.SIGSTOP)
@@ -64,16 +59,16 @@ def test_a_missing_rank_is_killed_also_if_it_is_stopped_and_a_later_process_with
 class _StoppedStore:
     """The store of a launcher that is stopped after a rank's first sign of life: no call comes back."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.given = threading.Event()
 
-    def set(self, key: str, value: str) -> None:
+    def set(self, key, value):
         if self.given.is_set():
             threading.Event().wait()
         self.given.set()
 
 
-def _run_whose_launcher_is_stopped(folder: Path) -> str:
+def _run_whose_launcher_is_stopped(folder):
     """Run a rank that moves for longer than the time limit and the last resort, and ends."""
     roll = RollCall(_StoppedStore(), Topology.current().world.rank, 2)  # type: ignore[arg-type]
     clock = iter(range(10**6))
@@ -84,6 +79,6 @@ def _run_whose_launcher_is_stopped(folder: Path) -> str:
     return "finished"
 
 
-def test_a_run_goes_on_and_ends_while_its_launcher_is_stopped(tmp_path, run_ranks) -> None:
+def test_a_run_goes_on_and_ends_while_its_launcher_is_stopped(tmp_path, run_ranks):
     assert run_ranks(_run_whose_launcher_is_stopped, 2, tmp_path) == ["finished"] * 2
     assert list(tmp_path.iterdir()) == []  # no stacks

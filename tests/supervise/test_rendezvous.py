@@ -2,15 +2,12 @@
 tests start them. On many machines a port in use is reported at once, a machine 0 that nobody reaches after 20 s.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch.distributed.run
@@ -25,18 +22,18 @@ from tests.network import listening
 PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
 
 
-def _parameters(endpoint: str = "", nodes: int = 1) -> RendezvousParameters:
+def _parameters(endpoint="", nodes=1):
     return RendezvousParameters(BACKEND, endpoint, "id", nodes, nodes)
 
 
 @pytest.fixture(autouse=True)
-def _no_interfaces_named(monkeypatch) -> None:
+def _no_interfaces_named(monkeypatch):
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "OMP_NUM_THREADS"):
         monkeypatch.setenv(variable, "")  # so that it comes back as it was
         monkeypatch.delenv(variable)
 
 
-def test_the_agent_s_store_listens_on_loopback_and_its_ranks_do() -> None:
+def test_the_agent_s_store_listens_on_loopback_and_its_ranks_do():
     before = listening(os.getpid())
     met = create_handler(_parameters()).next_rendezvous()
     where = met.bootstrap_store_info
@@ -47,7 +44,7 @@ def test_the_agent_s_store_listens_on_loopback_and_its_ranks_do() -> None:
     assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
 
 
-def test_ranks_that_are_started_again_find_nothing_of_those_before() -> None:
+def test_ranks_that_are_started_again_find_nothing_of_those_before():
     handler = create_handler(_parameters())
     first = handler.next_rendezvous()
     first.store.set("key", "value")
@@ -55,7 +52,7 @@ def test_ranks_that_are_started_again_find_nothing_of_those_before() -> None:
     assert not again.store.check(["key"])
 
 
-def test_who_names_interfaces_gets_them() -> None:
+def test_who_names_interfaces_gets_them():
     environment = {"GLOO_SOCKET_IFNAME": "eth1"}
     keep_to_loopback(environment)
     assert environment == {"GLOO_SOCKET_IFNAME": "eth1", "NCCL_SOCKET_IFNAME": "=lo"}
@@ -68,12 +65,12 @@ def test_who_names_interfaces_gets_them() -> None:
         (_parameters("node0:29500"), "--rdzv-endpoint: got node0:29500, .* takes a free port of 127.0.0.1"),
     ],
 )
-def test_what_it_cannot_do_is_refused(parameters: RendezvousParameters, want: str) -> None:
+def test_what_it_cannot_do_is_refused(parameters, want):
     with pytest.raises(ValueError, match=want):
         create_handler(parameters)
 
 
-def test_torchrun_by_hand_finds_it_by_name(tmp_path: Path) -> None:
+def test_torchrun_by_hand_finds_it_by_name(tmp_path):
     groups = tomllib.loads(PYPROJECT.read_text())["project"]["entry-points"]
     installed = tmp_path / "installed_by_hand-1.dist-info"  # the trace of an install of ours
     installed.mkdir()
@@ -103,15 +100,15 @@ MANY = ["--nnodes=2", "--node-rank=1", "--master-addr=node0", "--master-port=471
         (["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"], "c10d"),  # c10d, if it is asked for
     ],
 )
-def test_the_launcher_s_ranks_of_one_machine_meet_there(monkeypatch, options: list[str], backend: str) -> None:
-    seen: list[Any] = []
+def test_the_launcher_s_ranks_of_one_machine_meet_there(monkeypatch, options, backend):
+    seen = []
     monkeypatch.setattr(torch.distributed.run, "run", seen.append)
     torchrun([*options, "job", "--standalone"])
     (args,) = seen
     assert (args.rdzv_backend, args.standalone, args.training_script_args) == (backend, False, ["--standalone"])
 
 
-def test_a_port_in_use_is_named_and_nothing_else(monkeypatch) -> None:
+def test_a_port_in_use_is_named_and_nothing_else(monkeypatch):
     with socket.create_server(("", 0)) as other:
         port = other.getsockname()[1]
         head = ["--nnodes=2", "--node-rank=0", "--master-addr=127.0.0.1", f"--master-port={port}"]
@@ -121,16 +118,16 @@ def test_a_port_in_use_is_named_and_nothing_else(monkeypatch) -> None:
         (line,) = done.stderr.splitlines()
         told = f"MASTER_PORT: got {port}, at which nobody can listen on this machine, 127.0.0.1"
         assert line.startswith(f"megamix: {told} (Address already in use); ")
-        seen: list[Any] = []
+        seen = []
         monkeypatch.setattr(torch.distributed.run, "run", seen.append)
         torchrun([*head[:1], "--node-rank=1", *head[2:], "job.py"])  # another machine listens there
         assert len(seen) == 1
 
 
-def test_a_head_node_without_an_address_is_named_within_the_limit(monkeypatch, capsys) -> None:
-    asked: list[str] = []
+def test_a_head_node_without_an_address_is_named_within_the_limit(monkeypatch, capsys):
+    asked = []
 
-    def not_known(host: str, *arguments: Any) -> None:
+    def not_known(host, *arguments):
         asked.append(host)
         raise socket.gaierror(-2, "Name or service not known")
 
@@ -146,15 +143,15 @@ def test_a_head_node_without_an_address_is_named_within_the_limit(monkeypatch, c
     assert ends.startswith(f"megamix: {told}; write machine 0's name or address")
 
 
-def test_a_machine_waits_until_the_first_one_listens(monkeypatch) -> None:
+def test_a_machine_waits_until_the_first_one_listens(monkeypatch):
     refusals = iter([ConnectionRefusedError(111, "Connection refused"), TimeoutError("timed out"), None])
 
-    def connect(*arguments: Any) -> socket.socket:
+    def connect(*arguments):
         if (refusal := next(refusals)) is not None:
             raise refusal
         return socket.socket()
 
-    seen: list[Any] = []
+    seen = []
     monkeypatch.setattr(socket, "create_connection", connect)
     monkeypatch.setattr(torch.distributed.run, "run", seen.append)
     torchrun([*MANY, "job.py"])
@@ -163,18 +160,18 @@ def test_a_machine_waits_until_the_first_one_listens(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize(("given", "want"), [(None, max(1, num_cores() // 2)), ("7", 7)])
-def test_the_launcher_shares_the_cores_among_its_ranks(monkeypatch, given: str | None, want: int) -> None:
+def test_the_launcher_shares_the_cores_among_its_ranks(monkeypatch, given, want):
     if given is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", given)
-    seen: list[str] = []
+    seen = []
     monkeypatch.setattr(torch.distributed.run, "run", lambda args: seen.append(os.environ["OMP_NUM_THREADS"]))
     torchrun(["--standalone", "--nproc-per-node=2", "job"])
     assert seen == [str(want)]
 
 
-def _interfaces() -> tuple[str | None, set[str]]:
+def _interfaces():
     return os.environ.get("GLOO_SOCKET_IFNAME"), {address for address, _ in listening(os.getpid())}
 
 
-def test_ranks_of_verify_and_of_these_tests_keep_to_loopback(run_ranks) -> None:
+def test_ranks_of_verify_and_of_these_tests_keep_to_loopback(run_ranks):
     assert run_ranks(_interfaces, 2) == [("lo", {"127.0.0.1"})] * 2

@@ -2,16 +2,12 @@
 same update and save it, if there is time; started again the run ends bitwise equal.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os
 import random
 import signal
-from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -21,11 +17,9 @@ import torch
 from megamix.checkpoint.folder import checkpoints
 from megamix.checkpoint.manifest import read_manifest
 from megamix.comm.topology import Topology
-from megamix.config import Config
 from megamix.data.loader import BatchLoader
-from megamix.data.sampler import Samples
 from megamix.run import checkpointing
-from megamix.run.batch_plan import Attempt, BatchPlan
+from megamix.run.batch_plan import BatchPlan
 from megamix.run.checkpointing import RunCheckpoints
 from megamix.supervise.status import (
     NOTED,
@@ -39,36 +33,39 @@ from megamix.supervise.status import (
 )
 from megamix.train import joined
 from megamix.train.trainer import Trainer
+from tests.builders import EXPERTS, run_on_ranks, tiny_job
 from tests.checkpoint.faults import FaultyFiles
 from tests.conftest import FULL
-from tests.train.jobs import EXPERTS, counted_calls, run_on_ranks, tiny_job
 from tests.train.outcome import differences, end_of
+from tests.train.recorded import counted_calls
 
 STEPS, EVAL_INTERVAL, SAVE_INTERVAL = 20, 7, 5
 TRIALS = 40 if FULL else 4
 PLACES = ("training", "saving", "saving aside", "validating")  # places at which the signal comes, in turn
 
 
-def _config(folder: Path, data: Path, **checkpoint: Any) -> Config:
+def _config(folder, data, **checkpoint):
     """Return a job whose ranks divide experts: one that ended a validation alone would leave the other waiting."""
     return tiny_job(
         folder,
         tokens=data,
-        model={"experts": EXPERTS},
-        parallelism={"ep_size": 2},
-        precision={"loss_scale": {"init_scale": 2.0**10}},
-        training={"steps": STEPS, "eval_interval": EVAL_INTERVAL, "eval_batches": 4},
+        experts=EXPERTS,
+        ep_size=2,
+        loss_scale={"init_scale": 2.0**10},
+        steps=STEPS,
+        eval_interval=EVAL_INTERVAL,
+        eval_batches=4,
         checkpoint={"save_interval": SAVE_INTERVAL} | checkpoint,
-        metrics={"tensorboard": False, "precision_interval": 0},
+        precision_interval=0,
     )
 
 
-def _alone(folder: Path, data: Path) -> Config:
+def _alone(folder, data):
     return _config(folder, data).with_keys(parallelism={"ep_size": 1})
 
 
 @contextmanager
-def _told(at_call: Callable[[int], None], where: str) -> Iterator[None]:
+def _told(at_call, where):
     """Call `at_call(n)` before the n-th call of this rank's disk, before its n-th validation batch, or at the n-th call
     of its training.
     """
@@ -78,7 +75,7 @@ def _told(at_call: Callable[[int], None], where: str) -> Iterator[None]:
     elif where == "validating":
         load, batches = BatchLoader.load, 0
 
-        def load_and_tell(loader: BatchLoader, samples: Samples) -> Any:
+        def load_and_tell(loader, samples):
             nonlocal batches
             if not torch.is_grad_enabled():
                 at_call(batches)
@@ -90,7 +87,7 @@ def _told(at_call: Callable[[int], None], where: str) -> Iterator[None]:
     else:
         count = FaultyFiles.count
 
-        def count_and_tell(files: FaultyFiles, name: str, arguments: tuple[Any, ...]) -> None:
+        def count_and_tell(files, name, arguments):
             at_call(len(files.calls))
             count(files, name, arguments)
 
@@ -104,12 +101,12 @@ class Asked(NamedTuple):
     begun: int  # attempts, when the victim was asked
 
 
-def _asked(config: Config, where: str, victim: int, at: int, *numbers: int) -> Asked:
+def _asked(config, where, victim, at, *numbers):
     """Run the job; one rank gets signals, if any, at a call of its own."""
     train, calls, begun = Trainer.train, 0, 0
 
-    def train_and_be_asked(trainer: Trainer, leave: LeaveRequest) -> float | None:
-        def ask(call: int) -> None:
+    def train_and_be_asked(trainer, leave):
+        def ask(call):
             nonlocal calls, begun
             calls = call + 1
             if call == at and victim == trainer.engine.topology.dp.rank:
@@ -127,11 +124,11 @@ def _asked(config: Config, where: str, victim: int, at: int, *numbers: int) -> A
         return Asked(_outcome(config), calls, begun)
 
 
-def _counted(config: Config) -> dict[str, int]:
+def _counted(config):
     """Run the job. Return the number of calls that this rank makes at each place."""
     train, seen = Trainer.train, {where: [] for where in PLACES}
 
-    def train_counted(trainer: Trainer, leave: LeaveRequest) -> float | None:
+    def train_counted(trainer, leave):
         with ExitStack() as stack:
             for where in PLACES:
                 stack.enter_context(_told(seen[where].append, where))
@@ -142,7 +139,7 @@ def _counted(config: Config) -> dict[str, int]:
     return {where: len(calls) for where, calls in seen.items()}
 
 
-def _outcome(config: Config) -> str:
+def _outcome(config):
     try:
         run_on_ranks(config)
     except PreemptedError as error:
@@ -150,11 +147,11 @@ def _outcome(config: Config) -> str:
     return "finished"
 
 
-def _status(folder: Path) -> dict[str, Any]:
+def _status(folder):
     return json.loads((folder / "run/status.json").read_text())
 
 
-def _saved(folder: Path) -> list[int]:
+def _saved(folder):
     return [read_manifest(path / "manifest.json").applied_updates for path in checkpoints(folder / "run/checkpoints")]
 
 
@@ -164,7 +161,7 @@ class Whole(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory, data, run_ranks) -> Whole:
+def whole(tmp_path_factory, data, run_ranks):
     """Run the job without a signal."""
     folder = tmp_path_factory.mktemp("whole")
     first, second = run_ranks(_counted, 2, _config(folder, data, async_save=False))
@@ -174,8 +171,8 @@ def whole(tmp_path_factory, data, run_ranks) -> Whole:
 @pytest.mark.uncounted
 @pytest.mark.parametrize("trial", range(TRIALS))
 def test_asked_at_any_instant_all_ranks_end_after_one_update_and_a_resumed_run_is_bitwise_the_whole(
-    tmp_path, data, run_ranks, whole, trial: int
-) -> None:
+    tmp_path, data, run_ranks, whole, trial
+):
     rng = random.Random(trial)
     where, victim, number = PLACES[trial % len(PLACES)], rng.randrange(2), rng.choice(NOTED)
     config = _config(tmp_path, data, async_save=where != "saving")
@@ -199,31 +196,31 @@ def test_asked_at_any_instant_all_ranks_end_after_one_update_and_a_resumed_run_i
     assert differences(end_of(tmp_path), whole.end) == []
 
 
-def test_a_validation_ends_between_two_batches(tmp_path, data, run_ranks) -> None:
+def test_a_validation_ends_between_two_batches(tmp_path, data, run_ranks):
     asked = run_ranks(_asked, 2, _config(tmp_path, data), "validating", 1, 0, signal.SIGUSR1)
     assert all(f"(SIGUSR1): ended after update {EVAL_INTERVAL} of" in said.outcome for said in asked)
     assert [said.calls for said in asked] == [2, 2]  # one global batch is two micro-batches a rank; four were to come
 
 
-def test_more_signals_while_saving_change_nothing(tmp_path, data, run_ranks) -> None:
+def test_more_signals_while_saving_change_nothing(tmp_path, data, run_ranks):
     config = _config(tmp_path, data, async_save=False)
     first, second = run_ranks(_asked, 2, config, "saving", 0, 4, signal.SIGTERM, *NOTED, *NOTED)
     assert first.outcome == second.outcome
     assert f"(SIGTERM): ended after update {_saved(tmp_path)[0]} of {STEPS}; saved " in first.outcome
 
 
-def _asked_with_a_slow_disk(config: Config, save_s: float) -> str:
+def _asked_with_a_slow_disk(config, save_s):
     """The second rank is asked to leave by a launcher that waits for 30 s; its saves seem to have taken `save_s`."""
     saved = RunCheckpoints._saved
 
-    def saved_slowly(checkpoints: RunCheckpoints, path: Path) -> None:
+    def saved_slowly(checkpoints, path):
         saved(checkpoints, path)
         checkpoints._took_s = save_s
 
     request = LeaveRequest(30.0, now_s=lambda: 1000.0)
     launch = BatchPlan.launch
 
-    def launch_and_be_asked(plan: BatchPlan) -> Attempt:
+    def launch_and_be_asked(plan):
         if plan.launched == SAVE_INTERVAL + 2 and Topology.current().dp.rank == 1:
             request.ask(signal.SIGTERM)
         return launch(plan)
@@ -236,7 +233,7 @@ def _asked_with_a_slow_disk(config: Config, save_s: float) -> str:
         return _outcome(config)
 
 
-def test_a_save_for_which_the_launcher_does_not_wait_is_not_begun_on_any_rank(tmp_path, data, run_ranks) -> None:
+def test_a_save_for_which_the_launcher_does_not_wait_is_not_begun_on_any_rank(tmp_path, data, run_ranks):
     config = _config(tmp_path, data)
     first, second = run_ranks(_asked_with_a_slow_disk, 2, config, 30.5)
     assert first == second
@@ -250,7 +247,7 @@ def test_a_save_for_which_the_launcher_does_not_wait_is_not_begun_on_any_rank(tm
     assert _saved(tmp_path)[0] == _status(tmp_path)["update"] > SAVE_INTERVAL
 
 
-def test_only_what_the_launcher_kills_after_sets_a_limit() -> None:
+def test_only_what_the_launcher_kills_after_sets_a_limit():
     now_s = 0.0
     leave = LeaveRequest(30.0, now_s=lambda: now_s)
     leave.ask(signal.SIGUSR1)
@@ -263,26 +260,26 @@ def test_only_what_the_launcher_kills_after_sets_a_limit() -> None:
 
 
 @pytest.mark.parametrize("number", [number for number in NOTED if number != signal.SIGUSR1])
-def test_whoever_sends_another_signal_than_sigusr1_does_not_wait_for_ever(number: signal.Signals) -> None:
+def test_whoever_sends_another_signal_than_sigusr1_does_not_wait_for_ever(number):
     leave = LeaveRequest(30.0, now_s=lambda: 1.0)
     leave.ask(number)
     assert leave.left_s() == 30.0
 
 
-def test_a_rank_waits_as_long_as_its_launcher_says(monkeypatch) -> None:
+def test_a_rank_waits_as_long_as_its_launcher_says(monkeypatch):
     monkeypatch.delenv(SHUTDOWN_VARIABLE, raising=False)
     assert (shutdown_s(launched=True), shutdown_s(launched=False)) == (30.0, math.inf)
     monkeypatch.setenv(SHUTDOWN_VARIABLE, "3600")
     assert (shutdown_s(launched=True), shutdown_s(launched=False)) == (3600.0, math.inf)
 
 
-def test_a_run_that_ends_says_so(tmp_path, data) -> None:
+def test_a_run_that_ends_says_so(tmp_path, data):
     assert _outcome(_alone(tmp_path, data)) == "finished"
     status = _status(tmp_path)
     assert (status["state"], status["exit_status"], status["update"]) == ("finished", 0, STEPS)
 
 
-def test_a_run_that_fails_says_why(tmp_path, data) -> None:
+def test_a_run_that_fails_says_why(tmp_path, data):
     with mock.patch.object(Trainer, "_log", side_effect=OSError("disk full")), pytest.raises(OSError, match="full"):
         run_on_ranks(_alone(tmp_path, data))
     status = _status(tmp_path)
@@ -290,7 +287,7 @@ def test_a_run_that_fails_says_why(tmp_path, data) -> None:
     assert status["reason"] == "OSError: disk full"
 
 
-def test_a_signal_is_only_noted_and_the_first_reason_stays() -> None:
+def test_a_signal_is_only_noted_and_the_first_reason_stays():
     with signals_noted() as leave:
         assert leave.reason == 0
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT, signal.SIGINT, signal.SIGINT):
@@ -301,7 +298,7 @@ def test_a_signal_is_only_noted_and_the_first_reason_stays() -> None:
     assert reason_words(PARENT_DIED) == "a launcher died"
 
 
-def test_a_sighup_that_nohup_has_ignored_stays_ignored() -> None:
+def test_a_sighup_that_nohup_has_ignored_stays_ignored():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with signals_noted() as leave:
@@ -312,12 +309,12 @@ def test_a_sighup_that_nohup_has_ignored_stays_ignored() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
-def _interrupt_three_times() -> None:
+def _interrupt_three_times():
     for _ in range(3):
         os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_a_third_interrupt_aborts_and_the_old_handlers_come_back() -> None:
+def test_a_third_interrupt_aborts_and_the_old_handlers_come_back():
     before = [signal.getsignal(number) for number in NOTED]
     with pytest.raises(KeyboardInterrupt), signals_noted():
         _interrupt_three_times()

@@ -2,12 +2,8 @@
 refused on all ranks; a changed bit is not saved.
 """
 
-from __future__ import annotations
-
 import json
 from itertools import count
-from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -15,24 +11,22 @@ import torch
 
 from megamix.checkpoint.all_or_none import AllOrNone
 from megamix.checkpoint.folder import checkpoints
-from megamix.config import Config, ConfigError
+from megamix.config import ConfigError
 from megamix.inspect.replicas import DamagedMemory
 from megamix.mixed_precision.engine import ShardedEngine
-from megamix.mixed_precision.step import StepResult
 from megamix.run import run_folder
-from megamix.run.run_record import Progress
 from megamix.supervise.run_lock import LOCK, run_lock
-from megamix.supervise.status import STATUS, RunStatus, State, StuckError
+from megamix.supervise.status import STATUS, RunStatus, StuckError
 from megamix.train.trainer import Trainer
-from tests.train.jobs import run_on_ranks, tiny_job, write_data
+from tests.builders import run_on_ranks, tiny_job, write_data
 
 
-def _read(folder: Path) -> dict[str, Any]:
-    values: dict[str, Any] = json.loads((folder / STATUS).read_text())
+def _read(folder):
+    values = json.loads((folder / STATUS).read_text())
     return values
 
 
-def _starts(folder: Path, story: list[tuple[int, State]], max_restarts: int) -> int:
+def _starts(folder, story, max_restarts):
     """Start the run (from which update, to which end) until a start is refused. Return how many were allowed."""
     for allowed, (update, end) in enumerate(story):
         status = RunStatus(folder, steps=100)
@@ -57,13 +51,11 @@ def _starts(folder: Path, story: list[tuple[int, State]], max_restarts: int) -> 
         ([(40, "failed"), (40, "failed"), (40, "preempted"), (40, "failed"), (40, "failed"), (40, "failed")], 6),
     ],
 )
-def test_starts_without_progress_are_counted_and_the_limit_holds(
-    tmp_path, story: list[tuple[int, State]], allowed: int
-) -> None:
+def test_starts_without_progress_are_counted_and_the_limit_holds(tmp_path, story, allowed):
     assert _starts(tmp_path, story, max_restarts=2) == allowed
 
 
-def test_a_run_that_is_stuck_says_so_and_stays_so_until_the_file_is_removed(tmp_path) -> None:
+def test_a_run_that_is_stuck_says_so_and_stays_so_until_the_file_is_removed(tmp_path):
     assert _starts(tmp_path, [(40, "failed")] * 3, max_restarts=1) == 2
     status = _read(tmp_path)
     assert (status["state"], status["exit_status"], status["update"], status["restarts"]) == ("gave_up", 3, 40, 2)
@@ -76,7 +68,7 @@ def test_a_run_that_is_stuck_says_so_and_stays_so_until_the_file_is_removed(tmp_
     assert _starts(tmp_path, [(40, "failed")], max_restarts=1) == 1
 
 
-def test_an_older_save_after_all_is_counted_as_one_start(tmp_path) -> None:
+def test_an_older_save_after_all_is_counted_as_one_start(tmp_path):
     assert _starts(tmp_path, [(20, "failed")], max_restarts=1) == 1
     status = RunStatus(tmp_path, steps=100)
     for update, restarts in ((40, 0), (20, 1), (20, 1)):
@@ -85,12 +77,12 @@ def test_an_older_save_after_all_is_counted_as_one_start(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"state": "failed"}', "\0"])
-def test_a_file_that_says_nothing_counts_for_nothing(tmp_path, text: str) -> None:
+def test_a_file_that_says_nothing_counts_for_nothing(tmp_path, text):
     (tmp_path / STATUS).write_text(text)
     assert _starts(tmp_path, [(0, "failed")], max_restarts=0) == 1
 
 
-def _end_of(config: Config) -> str:
+def _end_of(config):
     # The folder of a run is refused to any other run; these starts are of one.
     with mock.patch.object(run_folder, "folder_problems", lambda folder: []):
         try:
@@ -100,16 +92,16 @@ def _end_of(config: Config) -> str:
     return "finished"
 
 
-def test_a_job_that_fails_at_every_start_gives_up_on_all_ranks(tmp_path, run_ranks) -> None:
+def test_a_job_that_fails_at_every_start_gives_up_on_all_ranks(tmp_path, run_ranks):
     write_data(tmp_path / "data")
-    config = tiny_job(tmp_path, checkpoint={"max_restarts": 1})
+    config = tiny_job(tmp_path, max_restarts=1)
     with mock.patch.object(Trainer, "train", side_effect=OSError("planted")):
         assert [_end_of(config) for _ in range(2)] == ["OSError"] * 2
     assert run_ranks(_end_of, 2, config) == ["StuckError"] * 2
     assert _read(tmp_path / "run")["exit_status"] == 3
 
 
-def _second_job(config: Config) -> str:
+def _second_job(config):
     try:
         run_on_ranks(config)
     except ConfigError as error:
@@ -117,7 +109,7 @@ def _second_job(config: Config) -> str:
     return "0: finished"
 
 
-def test_a_job_in_a_folder_where_another_one_runs_is_refused_on_all_ranks(tmp_path, run_ranks) -> None:
+def test_a_job_in_a_folder_where_another_one_runs_is_refused_on_all_ranks(tmp_path, run_ranks):
     write_data(tmp_path / "data")
     config = tiny_job(tmp_path)
     (tmp_path / "run").mkdir()
@@ -129,12 +121,12 @@ def test_a_job_in_a_folder_where_another_one_runs_is_refused_on_all_ranks(tmp_pa
         assert [path.name for path in (tmp_path / "run").iterdir()] == [LOCK]
 
 
-def test_a_bit_that_changed_in_memory_ends_the_run_and_nothing_is_saved(tmp_path) -> None:
+def test_a_bit_that_changed_in_memory_ends_the_run_and_nothing_is_saved(tmp_path):
     write_data(tmp_path / "data")
-    config = tiny_job(tmp_path, precision={"dtype": "bf16"}, checkpoint={"replica_check_interval": 4})
+    config = tiny_job(tmp_path, dtype="bf16", replica_check_interval=4)
     step, calls = ShardedEngine.step, count(1)
 
-    def step_and_damage(engine: ShardedEngine) -> StepResult:
+    def step_and_damage(engine):
         result = step(engine)
         if next(calls) > 2:  # the engine itself looks at its first two steps
             engine.buckets[0].params.view(torch.int16)[5] ^= 1  # the next step writes it anew, but for the check
@@ -149,13 +141,13 @@ def test_a_bit_that_changed_in_memory_ends_the_run_and_nothing_is_saved(tmp_path
 
 
 @pytest.mark.parametrize("async_save", [True, False])
-def test_a_bit_that_changed_between_two_checks_is_not_saved(tmp_path, async_save: bool) -> None:
+def test_a_bit_that_changed_between_two_checks_is_not_saved(tmp_path, async_save):
     write_data(tmp_path / "data")
     checkpoint = {"save_interval": 3, "replica_check_interval": 1000, "async_save": async_save}
-    config = tiny_job(tmp_path, precision={"dtype": "bf16"}, checkpoint=checkpoint)
+    config = tiny_job(tmp_path, dtype="bf16", checkpoint=checkpoint)
     progress = Trainer.progress
 
-    def progress_and_damage(trainer: Trainer) -> Progress:  # a save asks for it, after the last update before it
+    def progress_and_damage(trainer):  # a save asks for it, after the last update before it
         if trainer.batch_plan.applied == 6:
             trainer.engine.buckets[0].master.view(torch.int32)[5] ^= 1 << 20
         return progress(trainer)
@@ -165,7 +157,7 @@ def test_a_bit_that_changed_between_two_checks_is_not_saved(tmp_path, async_save
     assert [path.name for path in checkpoints(tmp_path / "run/checkpoints")] == ["step_00000003"]
 
 
-def test_a_peer_that_dies_before_the_watchdog_stands_leaves_failed(tmp_path) -> None:
+def test_a_peer_that_dies_before_the_watchdog_stands_leaves_failed(tmp_path):
     write_data(tmp_path / "data")
     gone = RuntimeError("Connection closed by peer")
     with mock.patch.object(AllOrNone, "apart", side_effect=gone), pytest.raises(RuntimeError):

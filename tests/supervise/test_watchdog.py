@@ -2,8 +2,6 @@
 ranks end, within the time limit and two seconds; stacks are left; a rank with a slow disk is waited for.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import logging
@@ -12,7 +10,6 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,15 +28,15 @@ from megamix.supervise import watchdog
 from megamix.supervise.liveness import Position, RollCall, Sign
 from megamix.supervise.processes import process_start
 from megamix.tools.ranks import DEADLINE_S
+from tests.builders import tiny_job, write_data
 from tests.conftest import FULL
 from tests.train.fresh_ranks import FreshRanks
-from tests.train.jobs import tiny_job, write_data
 
 TIMEOUT_S = 3.0 if FULL else 5.0  # a loaded machine must not stand still for as long without a fault
 FAULT_AT = 6  # the number of an attempt
 
 
-def _mark(folder: Path, victim: int, rank: int, number: int) -> bool:
+def _mark(folder, victim, rank, number):
     """Return whether the fault is due, and write its time to a file."""
     due = (rank, number) == (victim, FAULT_AT)
     if due:
@@ -47,57 +44,57 @@ def _mark(folder: Path, victim: int, rank: int, number: int) -> bool:
     return due
 
 
-def _stopped(folder: Path, victim: int, rank: int, number: int) -> None:
+def _stopped(folder, victim, rank, number):
     if _mark(folder, victim, rank, number):
         os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def _asleep(folder: Path, victim: int, rank: int, number: int) -> None:
+def _asleep(folder, victim, rank, number):
     if _mark(folder, victim, rank, number):
         time.sleep(60)
 
 
-def _never_returns(*_: object) -> None:
+def _never_returns(*_):
     time.sleep(60)
 
 
-def _hangs_in_data(folder: Path, victim: int, rank: int, number: int) -> None:
+def _hangs_in_data(folder, victim, rank, number):
     if _mark(folder, victim, rank, number):
         BatchLoader.load = _never_returns  # type: ignore[assignment,method-assign]  # this process is the rank's own
 
 
-def _hangs_in_forward(folder: Path, victim: int, rank: int, number: int) -> None:
+def _hangs_in_forward(folder, victim, rank, number):
     if _mark(folder, victim, rank, number):
         Block.forward = _never_returns  # type: ignore[assignment,method-assign]  # likewise
 
 
-def _killed(folder: Path, victim: int, rank: int, number: int) -> None:
+def _killed(folder, victim, rank, number):
     if _mark(folder, victim, rank, number):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _elsewhere(folder: Path, victim: int, rank: int, number: int) -> None:
+def _elsewhere(folder, victim, rank, number):
     """Enter a collective that no other rank enters."""
     if _mark(folder, victim, rank, number):
         dist.broadcast(torch.zeros(3), src=1 - victim)
 
 
-def _hangs_in_a_stage(folder: Path, victim: int, rank: int, number: int) -> None:
+def _hangs_in_a_stage(folder, victim, rank, number):
     """Hang in the forward of the first chunk, for which the other stage waits."""
     if _mark(folder, victim, rank, number):
         Stage.forward = lambda *args, **kwargs: time.sleep(60)  # type: ignore[method-assign]  # likewise
 
 
-def _without_memory(folder: Path, victim: int, rank: int, number: int) -> None:
+def _without_memory(folder, victim, rank, number):
     if _mark(folder, victim, rank, number):
         torch.empty(2**60)  # an error of torch's, which a dead peer's are, too
 
 
-def _writes_slowly(folder: Path, victim: int, rank: int, number: int) -> None:
+def _writes_slowly(folder, victim, rank, number):
     """Write slowly: the rest of the checkpoint takes longer than the time limit, but no chunk does."""
     write = Files.write
 
-    def slow_write(files: Files, file: Any, chunk: memoryview) -> None:
+    def slow_write(files, file, chunk):
         time.sleep(TIMEOUT_S / 30)  # at each of some 40 chunks
         write(files, file, chunk)
 
@@ -137,27 +134,28 @@ class Ended(NamedTuple):
     folder: Path
 
 
-def _start(folder: Path, data: Path, fault: Callable[..., None], victim: int, timeout_s: float) -> FreshRanks:
+def _start(folder, data, fault, victim, timeout_s):
     folder.mkdir()
     config = tiny_job(
         folder,
         tokens=data,
-        data={"valid": None},
-        training={"steps": FAULT_AT + 2 if fault is _writes_slowly else 100_000, "eval_interval": 0},
-        parallelism={"timeout_s": timeout_s, "pp_size": 2 if fault is _hangs_in_a_stage else 1},
-        metrics={"tensorboard": False},
+        valid=None,
+        steps=FAULT_AT + 2 if fault is _writes_slowly else 100_000,
+        eval_interval=0,
+        timeout_s=timeout_s,
+        pp_size=2 if fault is _hangs_in_a_stage else 1,
     )
     return FreshRanks(config, 2, partial(fault, folder, victim))
 
 
-def _ended(ranks: FreshRanks) -> Ended:
+def _ended(ranks):
     statuses = ranks.join(DEADLINE_S)
     took_s = ranks.ended_s - float((ranks.folder / "fault").read_text())
     return Ended(ranks, statuses, took_s, json.loads((ranks.folder / "run/status.json").read_text()), ranks.folder)
 
 
 @pytest.fixture(scope="module")
-def ended(tmp_path_factory) -> dict[tuple[Callable[..., None], int], Ended]:
+def ended(tmp_path_factory):
     """Run all cases: one after the other if their time counts, otherwise together, since they mostly wait.
 
     If the machine was so busy that ranks stood still for the time limit before their fault, or that another rank was
@@ -166,7 +164,7 @@ def ended(tmp_path_factory) -> dict[tuple[Callable[..., None], int], Ended]:
     base = tmp_path_factory.mktemp("faults")
     write_data(base / "data")
 
-    def start(case: tuple[Callable[..., None], int], name: str = "", timeout_s: float = TIMEOUT_S) -> FreshRanks:
+    def start(case, name="", timeout_s=TIMEOUT_S):
         fault, victim = case
         return _start(base / f"{fault.__name__}{victim}{name}", base / "data", fault, victim, timeout_s)
 
@@ -183,12 +181,12 @@ def ended(tmp_path_factory) -> dict[tuple[Callable[..., None], int], Ended]:
     return results
 
 
-def _verdict(fault: Callable[..., None], victim: int) -> str:
+def _verdict(fault, victim):
     return VERDICTS[fault].format(victim, 1 - victim)
 
 
 @pytest.mark.parametrize(("fault", "victim"), CASES)
-def test_a_dead_or_hung_rank_ends_all_in_time_and_is_named(ended, fault: Callable[..., None], victim: int) -> None:
+def test_a_dead_or_hung_rank_ends_all_in_time_and_is_named(ended, fault, victim):
     end = ended[fault, victim]
     dies = fault in (_killed, _stopped)
     assert end.statuses == [-signal.SIGKILL if rank == victim and dies else 1 for rank in range(2)]
@@ -208,7 +206,7 @@ def test_a_dead_or_hung_rank_ends_all_in_time_and_is_named(ended, fault: Callabl
 
 
 @pytest.mark.parametrize(("fault", "victim"), CASES)
-def test_every_live_rank_leaves_its_stacks(ended, fault: Callable[..., None], victim: int) -> None:
+def test_every_live_rank_leaves_its_stacks(ended, fault, victim):
     stacks = [(ended[fault, victim].folder / f"run/stacks_rank{rank}.txt").read_text() for rank in range(2)]
     assert "trainer.py" in stacks[1 - victim]  # the place where it waited
     if fault in HANGS:
@@ -216,7 +214,7 @@ def test_every_live_rank_leaves_its_stacks(ended, fault: Callable[..., None], vi
 
 
 @pytest.mark.parametrize(("fault", "victim"), CASES)
-def test_every_live_rank_tells_its_last_collectives(ended, fault: Callable[..., None], victim: int) -> None:
+def test_every_live_rank_tells_its_last_collectives(ended, fault, victim):
     for rank in {1 - victim, victim if fault in HANGS else 1 - victim}:
         told = json.loads((ended[fault, victim].folder / f"run/collectives_rank{rank}.json").read_text())
         last = told["entries"][-1]["profiling_name"]
@@ -225,7 +223,7 @@ def test_every_live_rank_tells_its_last_collectives(ended, fault: Callable[..., 
 
 
 @pytest.mark.parametrize(("fault", "victim"), [*CASES, *IN_A_STAGE])
-def test_the_verb_hang_names_the_rank(ended, capsys, fault: Callable[..., None], victim: int) -> None:
+def test_the_verb_hang_names_the_rank(ended, capsys, fault, victim):
     assert main(["hang", str(ended[fault, victim].folder / "run")]) == 0
     told = capsys.readouterr().out
     assert told.startswith(f"failed at update {FAULT_AT - 1}: ")
@@ -244,7 +242,7 @@ def test_the_verb_hang_names_the_rank(ended, capsys, fault: Callable[..., None],
         )
 
 
-def test_torchs_own_analyser_reads_the_records(ended, tmp_path, caplog) -> None:
+def test_torchs_own_analyser_reads_the_records(ended, tmp_path, caplog):
     fault, victim = next(case for case in CASES if case[0] is _hangs_in_data)
     assert main(["hang", str(ended[fault, victim].folder / "run"), "--torchfrtrace", str(tmp_path / "fr")]) == 0
     with caplog.at_level(logging.INFO):
@@ -253,7 +251,7 @@ def test_torchs_own_analyser_reads_the_records(ended, tmp_path, caplog) -> None:
     assert f"missing ranks: {{{victim}}}" in caplog.text
 
 
-def test_a_rank_that_writes_its_checkpoint_slowly_is_waited_for(ended) -> None:
+def test_a_rank_that_writes_its_checkpoint_slowly_is_waited_for(ended):
     end = ended[SLOW]
     took = re.search(r"^saved .* in ([0-9.]+) s$", end.ranks.said(0), re.MULTILINE)
     assert took is not None
@@ -262,15 +260,13 @@ def test_a_rank_that_writes_its_checkpoint_slowly_is_waited_for(ended) -> None:
 
 
 @pytest.mark.parametrize(("fault", "victim"), IN_A_STAGE)
-def test_a_stage_that_hangs_is_named_and_not_one_that_waits_for_it(
-    ended, fault: Callable[..., None], victim: int
-) -> None:
+def test_a_stage_that_hangs_is_named_and_not_one_that_waits_for_it(ended, fault, victim):
     reason = ended[fault, victim].status["reason"]
     assert _verdict(fault, victim) in reason
     assert f"rank {victim}: last in forward_backward of stage {victim}, attempt {FAULT_AT} " in reason
 
 
-def test_a_rank_without_memory_ends_all_with_the_status_that_says_so(ended) -> None:
+def test_a_rank_without_memory_ends_all_with_the_status_that_says_so(ended):
     end = ended[NO_MEMORY]
     assert end.statuses == [4, 4]
     assert end.status["reason"].startswith(f"rank 1, attempt {FAULT_AT}: ran out of memory: ")
@@ -283,7 +279,7 @@ def test_a_rank_without_memory_ends_all_with_the_status_that_says_so(ended) -> N
     assert not memory.with_name("memory_rank0.txt").exists()
 
 
-def test_a_stopped_process_does_not_run() -> None:
+def test_a_stopped_process_does_not_run():
     with subprocess.Popen(["sleep", "60"]) as process:
         sign = Sign(1, 0.0, 1, "", 1, 0, "", process.pid, process_start(process.pid))
         running = sign.runs
@@ -294,7 +290,7 @@ def test_a_stopped_process_does_not_run() -> None:
     assert (running, stopped, sign.runs) == (True, False, False)
 
 
-def test_a_rank_does_not_take_itself_for_dead_whatever_the_store_says() -> None:
+def test_a_rank_does_not_take_itself_for_dead_whatever_the_store_says():
     store = dist.HashStore()
     roll = RollCall(store, 0, 2)
     roll.beat(Position(1, "the start", 0, 0), 0.0)

@@ -1,12 +1,8 @@
 """A job on ranks of its own, which may be killed, stopped or signalled: the test is their parent and loses nothing."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time
-from collections.abc import Callable
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from unittest import mock
 
@@ -15,9 +11,9 @@ import torch.distributed as dist
 
 import megamix.train.command  # noqa: F401  # else each rank would import it anew
 from megamix.cli import main
-from megamix.config import Config, config_to_toml
+from megamix.config import config_to_toml
 from megamix.interrupt import stay_deaf
-from megamix.run.batch_plan import Attempt, BatchPlan
+from megamix.run.batch_plan import BatchPlan
 from megamix.supervise import watchdog
 from megamix.tools.ranks import DEADLINE_S, forkserver
 from tests import conftest
@@ -25,9 +21,7 @@ from tests.conftest import FULL
 from tests.programs import stop_counting
 
 
-def _rank_main(
-    rank: int, size: int, folder: str, port: int, at_attempt: Callable[[int, int], None] | None, counts: bool
-) -> None:
+def _rank_main(rank, size, folder, port, at_attempt, counts):
     # torchrun's agent sets these to say where the ranks meet.
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
@@ -41,7 +35,7 @@ def _rank_main(
 
     launch = BatchPlan.launch
 
-    def launch_and_tell(plan: BatchPlan) -> Attempt:
+    def launch_and_tell(plan):
         attempt = launch(plan)
         if at_attempt is not None:
             at_attempt(rank, attempt.number)
@@ -62,16 +56,15 @@ class FreshRanks:
     `at_attempt(rank, number)` is called on every rank before each attempt; it is a top-level function or a partial.
     """
 
-    def __init__(self, config: Config, size: int, at_attempt: Callable[[int, int], None] | None = None):
+    def __init__(self, config, size, at_attempt=None):
         self.folder = Path(config.checkpoint.folder).parent
         (self.folder / "job.toml").write_text(config_to_toml(config))
         # The store is in this process, as torchrun has it. A store in a file stays locked if a rank is stopped while it
         # reads.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self.processes: list[BaseProcess] = [
+        self.processes = [
             forkserver().Process(
-                target=_rank_main,
-                args=(rank, size, str(self.folder), self._store.port, at_attempt, conftest.counts),
+                target=_rank_main, args=(rank, size, str(self.folder), self._store.port, at_attempt, conftest.counts)
             )
             for rank in range(size)
         ]
@@ -80,12 +73,12 @@ class FreshRanks:
         self._watcher = threading.Thread(target=self._watch, daemon=True)
         self._watcher.start()
 
-    def _watch(self) -> None:
+    def _watch(self):
         for process in self.processes:
             process.join()
         self.ended_s = time.time()  # end of the last rank
 
-    def join(self, deadline_s: float) -> list[int | None]:
+    def join(self, deadline_s):
         """Return every rank's exit status, below 0 for a signal.
 
         Raises: AssertionError for ranks that live at the deadline, after killing them.
@@ -99,5 +92,5 @@ class FreshRanks:
         assert alive == [], f"still alive: {alive}\n{said}"
         return [process.exitcode for process in self.processes]
 
-    def said(self, rank: int) -> str:
+    def said(self, rank):
         return (self.folder / f"rank{rank}.txt").read_text()

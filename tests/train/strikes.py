@@ -1,16 +1,10 @@
 """Faults that may strike a run while it trains: signals, death in a save, a full disk, a damaged newest checkpoint."""
 
-from __future__ import annotations
-
 import errno
 import os
-import random
 import signal
 import threading
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 from megamix.checkpoint.folder import Files, checkpoints
 from tests.checkpoint.faults import CALLS
@@ -34,10 +28,10 @@ class Fault:
     after_s: float
     call: str  # call of a save; the fault strikes at the first one of that name
 
-    def __str__(self) -> str:
+    def __str__(self):
         return f"{self.kind} (rank {self.victim}, attempt {self.attempt})"
 
-    def ends_as_told(self, statuses: Sequence[int | None]) -> bool:
+    def ends_as_told(self, statuses):
         """Return whether all ranks ended as docs/reliability.md says."""
         if self.kind in ASKED:
             return set(statuses) == {75}
@@ -46,13 +40,13 @@ class Fault:
         return list(statuses) == [-signal.SIGKILL if rank == self.victim else 1 for rank in range(RANKS)]
 
 
-def draw_faults(rng: random.Random, steps: int, every: int) -> list[Fault]:
+def draw_faults(rng, steps, every):
     """Return faults at about one in `every` attempts, each kind as often as any other.
 
     None strikes before there are two checkpoints, or so late that the run's last save could fail.
     """
-    faults: list[Fault] = []
-    kinds: list[str] = []
+    faults = []
+    kinds = []
     attempt = every
     while attempt < steps - every:
         kinds = kinds or rng.sample(KINDS, len(KINDS))
@@ -66,10 +60,10 @@ def draw_faults(rng: random.Random, steps: int, every: int) -> list[Fault]:
 class Strikes:
     """Callable for every rank before each attempt; a line in `log` tells of each fault that struck."""
 
-    def __init__(self, faults: Sequence[Fault], log: Path):
+    def __init__(self, faults, log):
         self.faults, self.log = list(faults), log
 
-    def __call__(self, rank: int, number: int) -> None:
+    def __call__(self, rank, number):
         if not self.faults or number < self.faults[0].attempt:
             return
         fault = self.faults.pop(0)
@@ -88,13 +82,13 @@ class Strikes:
             _before_calls(["make_directory", "create"], _Full())
 
 
-def _send(number: int, after_s: float) -> None:
+def _send(number, after_s):
     timer = threading.Timer(after_s, os.kill, (os.getpid(), number))
     timer.daemon = True
     timer.start()
 
 
-def _before_calls(names: Sequence[str], strike: Callable[[str], None]) -> None:
+def _before_calls(names, strike):
     """Call `strike` before these calls from now on, in this process.
 
     The first such call is of a save that is under way, or of the next one.
@@ -103,8 +97,8 @@ def _before_calls(names: Sequence[str], strike: Callable[[str], None]) -> None:
         setattr(Files, name, _struck(name, vars(Files)[name], strike))
 
 
-def _struck(name: str, call: Any, strike: Callable[[str], None]) -> Callable[..., Any]:
-    def strike_and_call(files: Files, *arguments: Any) -> Any:
+def _struck(name, call, strike):
+    def strike_and_call(files, *arguments):
         strike(name)
         return call.__get__(files)(*arguments)  # a method or a static one
 
@@ -114,16 +108,16 @@ def _struck(name: str, call: Any, strike: Callable[[str], None]) -> Callable[...
 class _Full:
     """Disk that takes nothing new until some saves have failed."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.left = FULL_FOR
 
-    def __call__(self, name: str) -> None:
+    def __call__(self, name):
         if self.left:
             self.left -= 1
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def damage_newest(folder: Path, kind: str, rng: random.Random) -> None:
+def damage_newest(folder, kind, rng):
     file = rng.choice(sorted(checkpoints(folder)[0].iterdir()))
     content = bytearray(file.read_bytes())
     place = rng.randrange(len(content))

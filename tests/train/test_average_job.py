@@ -2,12 +2,8 @@
 export and an evaluation of its own. A signal within its validation costs nothing, and it may come and go at a resume.
 """
 
-from __future__ import annotations
-
 import json
 import signal
-from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -18,30 +14,30 @@ from megamix.cli import main
 from megamix.hub.source import open_source
 from megamix.supervise.status import PreemptedError
 from megamix.train.trainer import Trainer
+from tests.builders import EXPERTS, run_on_ranks, tiny_job, write_data
 from tests.conftest import FULL
-from tests.train.jobs import EXPERTS, run_on_ranks, tiny_job, write_data
 from tests.train.outcome import differences, end_of, metrics_of
 
-AVERAGE: dict[str, Any] = {"training": {"average": {"decay": 0.9}}}
+AVERAGE = {"training": {"average": {"decay": 0.9}}}
 LOSS = "valid/average_loss"
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
     write_data(folder)
     return folder
 
 
 @pytest.fixture(scope="module")
-def averaged(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Path:
+def averaged(tmp_path_factory, data):
     folder = tmp_path_factory.mktemp("averaged")
-    run_on_ranks(tiny_job(folder, AVERAGE, data={"valid": {"one": f"{data}/valid"}}, tokens=data))
+    run_on_ranks(tiny_job(folder, AVERAGE, valid={"one": f"{data}/valid"}, tokens=data))
     return folder
 
 
-def test_the_training_is_that_of_a_job_without_it(averaged: Path, data: Path, tmp_path: Path) -> None:
-    run_on_ranks(tiny_job(tmp_path, data={"valid": {"one": f"{data}/valid"}}, tokens=data))
+def test_the_training_is_that_of_a_job_without_it(averaged, data, tmp_path):
+    run_on_ranks(tiny_job(tmp_path, valid={"one": f"{data}/valid"}, tokens=data))
     own, plain = metrics_of(averaged), metrics_of(tmp_path)
     validated = [row for row in own if "valid/loss" in row]
     assert [row["step"] for row in validated] == [5, 10, 12]
@@ -53,8 +49,8 @@ def test_the_training_is_that_of_a_job_without_it(averaged: Path, data: Path, tm
     assert (averaged / name).read_bytes() == (tmp_path / name).read_bytes()
 
 
-def test_an_average_that_keeps_nothing_is_the_weights(data: Path, tmp_path: Path, capsys) -> None:
-    run_on_ranks(tiny_job(tmp_path, tokens=data, training={"average": {"decay": 0.0}, "steps": 3}))
+def test_an_average_that_keeps_nothing_is_the_weights(data, tmp_path, capsys):
+    run_on_ranks(tiny_job(tmp_path, tokens=data, average={"decay": 0.0}, steps=3))
     (row,) = (row for row in metrics_of(tmp_path) if LOSS in row)
     assert row[LOSS] == row["valid/loss"]
     assert f"below ln(vocab_size) | averaged weights {row[LOSS]:.4f}" in capsys.readouterr().out
@@ -63,12 +59,12 @@ def test_an_average_that_keeps_nothing_is_the_weights(data: Path, tmp_path: Path
     assert one == other
 
 
-LAYOUTS: list[dict[str, Any]] = [{"tp_size": 2}, {"pp_size": 2}]
+LAYOUTS = [{"tp_size": 2}, {"pp_size": 2}]
 if FULL:
     LAYOUTS += [{"shard": "parameters"}, {"cp_size": 2, "shard": "gradients"}, {"ep_size": 2}]
 
 
-def _train_in_turn(folder: Path, data: Path) -> None:
+def _train_in_turn(folder, data):
     for number, layout in enumerate(LAYOUTS):
         model = {"experts": EXPERTS} if "ep_size" in layout else {}
         training = {"average": {"decay": 0.0}, "steps": 3, "eval_interval": 2}
@@ -76,7 +72,7 @@ def _train_in_turn(folder: Path, data: Path) -> None:
 
 
 @pytest.mark.uncounted
-def test_every_layout_shows_it_whole(run_ranks, data: Path, tmp_path: Path) -> None:
+def test_every_layout_shows_it_whole(run_ranks, data, tmp_path):
     run_ranks(_train_in_turn, 2, tmp_path, data)
     for number, layout in enumerate(LAYOUTS):
         rows = [row for row in metrics_of(tmp_path / str(number)) if LOSS in row]
@@ -85,7 +81,7 @@ def test_every_layout_shows_it_whole(run_ranks, data: Path, tmp_path: Path) -> N
         assert all(torch.equal(one[name], other[name]) for name in {**one, **other}), layout
 
 
-def test_it_is_exported_and_evaluated(averaged: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_is_exported_and_evaluated(averaged, tmp_path, capsys):
     run = str(averaged / "run")
     model = open_source(averaged / "run", average=True).load(torch.float32, torch.device("cpu"))
     written = load_file(averaged / "run/weights_average.safetensors")
@@ -107,22 +103,22 @@ def test_it_is_exported_and_evaluated(averaged: Path, tmp_path: Path, capsys: py
         assert f"--average: {path}" in capsys.readouterr().err
 
 
-def _valid(averaged: Path) -> str:
+def _valid(averaged):
     (valid,) = open_source(averaged / "run").valid.values()
     return valid
 
 
-def _without(folder: Path) -> str:
+def _without(folder):
     write_data(folder / "data")
-    run_on_ranks(tiny_job(folder, training={"steps": 2}))
+    run_on_ranks(tiny_job(folder, steps=2))
     return str(folder / "run")
 
 
-def test_a_signal_within_its_validation_costs_nothing(averaged: Path, data: Path, tmp_path: Path) -> None:
-    config = tiny_job(tmp_path, AVERAGE, data={"valid": {"one": f"{data}/valid"}}, tokens=data)
+def test_a_signal_within_its_validation_costs_nothing(averaged, data, tmp_path):
+    config = tiny_job(tmp_path, AVERAGE, valid={"one": f"{data}/valid"}, tokens=data)
     calls, asked = 0, Trainer._leave_if_asked
 
-    def in_the_second(trainer: Trainer, leave: Any) -> None:
+    def in_the_second(trainer, leave):
         nonlocal calls
         calls += 1
         if calls == 4:  # before the last of two batches of the average
@@ -137,8 +133,8 @@ def test_a_signal_within_its_validation_costs_nothing(averaged: Path, data: Path
     assert differences(end_of(tmp_path), end_of(averaged)) == []
 
 
-def test_it_may_come_and_go(data: Path, tmp_path: Path, capsys, caplog: pytest.LogCaptureFixture) -> None:
-    def run(steps: int, **training: object) -> str:
+def test_it_may_come_and_go(data, tmp_path, capsys, caplog):
+    def run(steps, **training):
         capsys.readouterr()
         caplog.clear()
         run_on_ranks(tiny_job(tmp_path, tokens=data, training={"steps": steps, **training}))

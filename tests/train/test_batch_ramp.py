@@ -2,35 +2,22 @@
 layout and with overflows at the border; a run that is cut beside a border goes on as if it had not stopped.
 """
 
-from __future__ import annotations
-
 import math
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 from unittest import mock
 
 import pytest
-from torch import Tensor
 
-from megamix.config import Config
 from megamix.mixed_precision.step import StepProgress
-from megamix.run.batch_plan import BatchPlan, OnOverflow
+from megamix.run.batch_plan import OnOverflow
+from tests.builders import run_on_ranks, tiny_job
 from tests.conftest import FULL
-from tests.train.jobs import (
-    Crash,
-    Record,
-    Sections,
-    attempts_recorded,
-    crash_contained,
-    run_on_ranks,
-    tiny_job,
-)
 from tests.train.outcome import differences, end_of
+from tests.train.recorded import Crash, Record, attempts_recorded, crash_contained
 
 RAMP = [[0, 4], [4, 8]]
 BEFORE, AT = 3, 5  # attempts that overflow: the last one in front of the border, and the first one behind it
-LAYOUTS: dict[str, tuple[int, Sections]] = {
+LAYOUTS = {
     "one rank": (1, {}),
     "two ranks": (2, {"training": {"micro_batch_size": 1}}),
     "four ranks": (4, {"training": {"micro_batch_size": 1}}),
@@ -45,28 +32,28 @@ SOME = [("one rank", "requeue"), ("one rank", "redo"), ("one rank", "skip"), ("a
 MORE = [(layout, on_overflow) for layout in LAYOUTS for on_overflow in get_args(OnOverflow)]
 
 
-def _job(folder: Path, tokens: Path, layout: str, on_overflow: str, training: dict[str, Any]) -> Config:
-    own: Sections = {
+def _job(folder, tokens, layout, on_overflow, training):
+    own = {
         "model": {"dropout": 0.1, "num_layers": 4, "tie_embeddings": False},
         "precision": {"on_overflow": on_overflow},
         "training": {"steps": 8, "eval_interval": 2, "eval_batches": 1},
         "checkpoint": {"save_interval": 4, "max_restarts": 100, "replica_check_interval": 3},
-        "metrics": {"tensorboard": False, "precision_interval": 3, "log_interval": 1},
+        "metrics": {"precision_interval": 3, "log_interval": 1},
     }
     return tiny_job(folder, own, LAYOUTS[layout][1], tokens=tokens, training=training)
 
 
-def _run(config: Config, crash_at: int | None = None) -> list[list[int]]:
+def _run(config, crash_at=None):
     """Run the job with its overflows, until it crashes before an attempt. Return the samples of each attempt."""
     record = Record()
 
-    def crash(plan: BatchPlan) -> None:
+    def crash(plan):
         if plan.launched == crash_at:
             raise Crash
 
     scaled = StepProgress.scaled
 
-    def overflowing(progress: StepProgress, loss: Tensor, weight: float, *, counts: bool) -> Tensor:
+    def overflowing(progress, loss, weight, *, counts):
         bad = record.attempts[-1].number in (BEFORE, AT)
         return scaled(progress, loss * math.inf if bad else loss, weight, counts=counts)
 
@@ -76,7 +63,7 @@ def _run(config: Config, crash_at: int | None = None) -> list[list[int]]:
     return [[*range(part.start, part.stop)] for attempt in record.attempts for part in attempt.batch.samples]
 
 
-def _runs(run_ranks: Any, layout: str, legs: Sequence[tuple[Config, int | None]]) -> list[list[int]]:
+def _runs(run_ranks, layout, legs):
     """Run the legs of a run on the ranks of a layout. Return the samples of their attempts."""
     ranks = LAYOUTS[layout][0]
     return [
@@ -87,7 +74,7 @@ def _runs(run_ranks: Any, layout: str, legs: Sequence[tuple[Config, int | None]]
 
 
 @pytest.mark.parametrize(("layout", "on_overflow"), MORE if FULL else SOME)
-def test_a_ramp_is_a_run_that_is_started_again_with_each_size(run_ranks, tmp_path, data, layout, on_overflow) -> None:
+def test_a_ramp_is_a_run_that_is_started_again_with_each_size(run_ranks, tmp_path, data, layout, on_overflow):
     ramp = {"global_batch_size": 8, "batch_ramp": RAMP}
     whole = _job(tmp_path / "whole", data, layout, on_overflow, ramp)
     # Validation reads as many sequences in each leg: two batches of 4, or one of 8.
@@ -102,7 +89,7 @@ def test_a_ramp_is_a_run_that_is_started_again_with_each_size(run_ranks, tmp_pat
         assert differences(end_of(tmp_path / "whole"), end_of(tmp_path / f"cut{crash_at}")) == []
 
 
-def test_no_checkpoint_is_saved_where_a_ramp_begins(tmp_path, data) -> None:
+def test_no_checkpoint_is_saved_where_a_ramp_begins(tmp_path, data):
     ramp = {"steps": 2, "global_batch_size": 8, "batch_ramp": [[0, 4], [1, 8]]}
-    run_on_ranks(tiny_job(tmp_path, tokens=data, training=ramp, checkpoint={"keep_every": 2}))
+    run_on_ranks(tiny_job(tmp_path, tokens=data, training=ramp, keep_every=2))
     assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["step_00000002"]

@@ -3,64 +3,57 @@ ranks with 2 before a step has used it. A file that is replaced between its fing
 all, is not trained on.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os
 import re
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import numpy as np
 import pytest
 
 from megamix.checkpoint.folder import checkpoints
-from megamix.comm.topology import Topology
-from megamix.config import Config
 from megamix.data.source import TokenFileSource, TokenSpan
 from megamix.data.steady_file import DataError
 from megamix.data.token_file import TokenFile, TokenFileWriter, bin_path, idx_path, token_file_fingerprint
 from megamix.supervise.status import WrongDataError
 from megamix.tools.ranks import DEADLINE_S
 from megamix.train import job
+from tests.builders import EXPERTS, BatchPlan, run_on_ranks, tiny_job, write_data
 from tests.conftest import FULL
 from tests.train.fresh_ranks import FreshRanks
-from tests.train.jobs import EXPERTS, BatchPlan, Sections, run_on_ranks, tiny_job, write_data
 
 LENGTHS = [5, 0, 300, 1, 1, 90] * 40
 
 
-def _write(prefix: Path, first: int = 0) -> Path:
+def _write(prefix, first=0):
     with TokenFileWriter(prefix, 10**6) as writer:
         for length in LENGTHS:
             writer.add(np.arange(first + writer.num_tokens, first + writer.num_tokens + length))
     return prefix
 
 
-def _cut(path: Path) -> None:
+def _cut(path):
     os.truncate(path, path.stat().st_size // 2)
 
 
-def _cut_and_extended(path: Path) -> None:
+def _cut_and_extended(path):
     size = path.stat().st_size
     _cut(path)
     os.truncate(path, size)  # zeros
 
 
-def _emptied(path: Path) -> None:
+def _emptied(path):
     os.truncate(path, 0)
 
 
-def _grown(path: Path) -> None:
+def _grown(path):
     with path.open("ab") as file:
         file.write(b"0" * 8)
 
 
-def _one_byte(path: Path) -> None:
+def _one_byte(path):
     with path.open("r+b") as file:
         file.seek(-1, os.SEEK_END)
         file.write(b"\x01")
@@ -69,7 +62,7 @@ def _one_byte(path: Path) -> None:
 CHANGES = [_cut, _cut_and_extended, _emptied, _grown, _one_byte]
 
 
-def _read_all(prefix: Path) -> dict[str, Callable[[], Any]]:
+def _read_all(prefix):
     """Return every way to read the file, opened before it changes."""
     file = TokenFile(prefix)
     stream = TokenFileSource([TokenSpan.whole(file)], seq_len=16, vocab_size=10**6, seed=1)
@@ -85,9 +78,7 @@ def _read_all(prefix: Path) -> dict[str, Callable[[], Any]]:
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("part", [bin_path, idx_path])
-def test_each_change_is_told_by_every_way_to_read(
-    tmp_path, change: Callable[[Path], None], part: Callable[[Path], Path]
-) -> None:
+def test_each_change_is_told_by_every_way_to_read(tmp_path, change, part):
     ways = _read_all(_write(tmp_path / "train"))
     for read in ways.values():
         read()
@@ -110,7 +101,7 @@ def test_each_change_is_told_by_every_way_to_read(
         assert want in str(told.value)
 
 
-def test_a_file_that_is_replaced_or_removed_is_read_on(tmp_path) -> None:
+def test_a_file_that_is_replaced_or_removed_is_read_on(tmp_path):
     ways = _read_all(_write(tmp_path / "train"))
     before = [read() for read in ways.values()]
     _write(tmp_path / "other", first=7)
@@ -126,7 +117,7 @@ def test_a_file_that_is_replaced_or_removed_is_read_on(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])
-def test_a_disk_that_fails_is_told_with_the_file_s_name(tmp_path, number: int) -> None:
+def test_a_disk_that_fails_is_told_with_the_file_s_name(tmp_path, number):
     ways = _read_all(_write(tmp_path / "train"))
     with mock.patch.object(os, "pread", side_effect=OSError(number, os.strerror(number))):
         for read in ways.values():
@@ -140,14 +131,14 @@ def test_a_disk_that_fails_is_told_with_the_file_s_name(tmp_path, number: int) -
         token_file_fingerprint(tmp_path / "train")
 
 
-def test_the_system_may_give_less_than_is_there(tmp_path) -> None:
+def test_the_system_may_give_less_than_is_there(tmp_path):
     file = TokenFile(_write(tmp_path / "train"))
     whole, pread = file.tokens[:], os.pread
     with mock.patch.object(os, "pread", lambda file, size, place: pread(file, min(size, 7), place)):
         assert np.array_equal(file.tokens[:], whole)
 
 
-def test_a_piece_that_is_cut_while_it_is_joined_ends_the_writer(tmp_path) -> None:
+def test_a_piece_that_is_cut_while_it_is_joined_ends_the_writer(tmp_path):
     """Without that error it would read nothing for ever."""
     os.truncate(bin_path(_write(tmp_path / "piece")), 10)
     with TokenFileWriter(tmp_path / "out", 10**6) as writer, pytest.raises(DataError, match="but no more than 10 come"):
@@ -158,14 +149,14 @@ FAULT_AT = 9
 SAVE_INTERVAL = 4
 
 
-def _cut_file(path: Path, victim: int, rank: int, number: int) -> None:
+def _cut_file(path, victim, rank, number):
     if (rank, number) == (victim, FAULT_AT):
         _cut(path)
 
 
-def _config(folder: Path, **overrides: dict[str, object]) -> Config:
+def _config(folder, **overrides):
     write_data(folder / "data")
-    own: Sections = {
+    own = {
         "precision": {"loss_scale": {"init_scale": 2.0**10}},  # no search for it: each attempt is an update
         "training": {"steps": 5000, "eval_interval": 0},
         "checkpoint": {"save_interval": SAVE_INTERVAL, "async_save": False},
@@ -175,7 +166,7 @@ def _config(folder: Path, **overrides: dict[str, object]) -> Config:
 
 
 @pytest.mark.parametrize("victim", [0, 1] if FULL else [1])
-def test_a_file_that_is_cut_while_two_ranks_train_ends_both_with_its_name(tmp_path, victim: int) -> None:
+def test_a_file_that_is_cut_while_two_ranks_train_ends_both_with_its_name(tmp_path, victim):
     """The other rank waits for its experts when it learns of it."""
     config = _config(tmp_path, model={"experts": EXPERTS}, parallelism={"ep_size": 2})
     path = tmp_path / "data/train.bin"
@@ -194,12 +185,12 @@ def test_a_file_that_is_cut_while_two_ranks_train_ends_both_with_its_name(tmp_pa
     assert not (tmp_path / "run/weights.safetensors").exists()
 
 
-def test_validation_data_that_are_cut_end_a_rank_alone_with_their_name(tmp_path) -> None:
+def test_validation_data_that_are_cut_end_a_rank_alone_with_their_name(tmp_path):
     config = _config(tmp_path, training={"steps": 12, "eval_interval": 4})
     path = tmp_path / "data/valid.bin"
     launch = BatchPlan.launch
 
-    def launch_and_cut(plan: BatchPlan) -> object:
+    def launch_and_cut(plan):
         if plan.launched == 3:
             _cut(path)
         return launch(plan)
@@ -213,11 +204,11 @@ def test_validation_data_that_are_cut_end_a_rank_alone_with_their_name(tmp_path)
     assert checkpoints(tmp_path / "run/checkpoints") == []
 
 
-def _replace_before_it_is_opened(config: Config, path: Path, victim: int) -> str:
+def _replace_before_it_is_opened(config, path, victim):
     """Return the run's error if one rank finds another file than those whose fingerprints were compared."""
     build = job.build_model
 
-    def replace_and_build(model: Any, parallelism: Any, topology: Topology, *rest: Any, **keys: Any) -> Any:
+    def replace_and_build(model, parallelism, topology, *rest, **keys):
         if topology.world.rank == victim:
             path.with_name("valid.bin").rename(path)
             path.with_name("valid.idx").rename(path.with_suffix(".idx"))
@@ -229,7 +220,7 @@ def _replace_before_it_is_opened(config: Config, path: Path, victim: int) -> str
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_file_that_is_replaced_while_the_run_starts_is_not_trained_on(tmp_path, run_ranks, ranks: int) -> None:
+def test_a_file_that_is_replaced_while_the_run_starts_is_not_trained_on(tmp_path, run_ranks, ranks):
     config = _config(tmp_path, data={"valid": None}, training={"steps": 3})
     case = (config, tmp_path / "data/train.bin", ranks - 1)
     said = run_ranks(_replace_before_it_is_opened, 2, *case) if ranks > 1 else [_replace_before_it_is_opened(*case)]

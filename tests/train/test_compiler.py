@@ -2,14 +2,12 @@
 decided otherwise.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch._inductor.config as inductor
 
 from megamix.train.compiler import load_compiler
-from tests.train.jobs import tiny_job
+from tests.builders import tiny_job
 
 
 @pytest.mark.parametrize(
@@ -23,11 +21,9 @@ from tests.train.jobs import tiny_job
         ("SVE256", False, None, None),
     ],
 )
-def test_vectors_are_tried_where_the_update_may_need_it(
-    tmp_path, monkeypatch, capability: str, compiles_model: bool, own: bool | None, want: bool | None
-) -> None:
+def test_vectors_are_tried_where_the_update_may_need_it(tmp_path, monkeypatch, capability, compiles_model, own, want):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
-    told: list[str] = []
+    told = []
     monkeypatch.setattr("megamix.train.compiler.say_phase", told.append)
     with inductor.patch({"cpp.vec_isa_ok": own}):
         load_compiler(tiny_job(tmp_path, model={"compile": compiles_model}))

@@ -3,26 +3,23 @@ for bit, also where attempts overflow, and its checkpoints load on any layout. T
 rows of a run tell the load of each layer's experts, from every stage of a pipeline.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from megamix.cli import main
-from megamix.config import Config
-from tests.train.jobs import EXPERTS, run_on_ranks, run_recorded, tiny_job, write_data
+from tests.builders import EXPERTS, run_on_ranks, tiny_job, write_data
 from tests.train.outcome import metrics_of
+from tests.train.recorded import run_recorded
 
 pytestmark = pytest.mark.uncounted
 
 ALL_PARTS = EXPERTS | {"shared_ffn_hidden_size": 16, "balance_loss": 0.01, "z_loss": 0.001}
 
 
-def experts_job(folder: Path, name: str, **changes: Any) -> Config:
+def experts_job(folder, name, **changes):
     base = {
         "model": {"experts": ALL_PARTS, "vocab_size": 280}, "data": {"tokenizer": str(folder / "data/tokenizer.json")},
         "training": {"steps": 6, "eval_interval": 3, "global_batch_size": 4},
@@ -31,11 +28,11 @@ def experts_job(folder: Path, name: str, **changes: Any) -> Config:
     return tiny_job(folder / name, base, tokens=folder / "data", **changes)
 
 
-def weights_of(config: Config) -> dict[str, torch.Tensor]:
+def weights_of(config):
     return load_file(Path(config.checkpoint.folder) / "weights.safetensors")
 
 
-def expect_equal(one: Config, other: Config) -> None:
+def expect_equal(one, other):
     ours, theirs = weights_of(one), weights_of(other)
     assert ours.keys() == theirs.keys()
     assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
@@ -43,11 +40,11 @@ def expect_equal(one: Config, other: Config) -> None:
     assert metrics_of(next(folders)) == metrics_of(next(folders))
 
 
-def run_bad(config: Config) -> None:
+def run_bad(config):
     run_recorded(config, bad_attempts=frozenset((1,)))
 
 
-def test_a_run_that_stops_goes_on_bit_for_bit_where_ranks_divide_experts(run_ranks, tmp_path) -> None:
+def test_a_run_that_stops_goes_on_bit_for_bit_where_ranks_divide_experts(run_ranks, tmp_path):
     write_data(tmp_path / "data", tokenizer=True)
     whole = experts_job(tmp_path, "whole", parallelism={"ep_size": 2})
     run_ranks(run_bad, 2, whole)
@@ -65,7 +62,7 @@ def test_a_run_that_stops_goes_on_bit_for_bit_where_ranks_divide_experts(run_ran
     assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
 
 
-def test_each_shard_and_recompute_train_the_same_bits(run_ranks, tmp_path) -> None:
+def test_each_shard_and_recompute_train_the_same_bits(run_ranks, tmp_path):
     write_data(tmp_path / "data", tokenizer=True)
     first = experts_job(tmp_path, "states", parallelism={"ep_size": 2})
     run_ranks(run_bad, 2, first)
@@ -75,7 +72,7 @@ def test_each_shard_and_recompute_train_the_same_bits(run_ranks, tmp_path) -> No
         expect_equal(first, other)
 
 
-def test_a_run_goes_on_from_any_layout_with_the_same_weights(run_ranks, tmp_path, capsys) -> None:
+def test_a_run_goes_on_from_any_layout_with_the_same_weights(run_ranks, tmp_path, capsys):
     write_data(tmp_path / "data", tokenizer=True)
     run = experts_job(tmp_path, "a", parallelism={"ep_size": 2}, training={"steps": 2})
     run_ranks(run_on_ranks, 2, run)
@@ -91,12 +88,12 @@ def test_a_run_goes_on_from_any_layout_with_the_same_weights(run_ranks, tmp_path
     assert capsys.readouterr().out.startswith("def ")
 
 
-def loads_of(folder: Path) -> list[dict[str, Any]]:
+def loads_of(folder):
     rows = [{tag: row[tag] for tag in row if tag.startswith("load/")} for row in metrics_of(folder)]
     return [row for row in rows if row]
 
 
-def test_the_load_of_each_layer_is_told_without_biases_and_from_every_stage(run_ranks, tmp_path, capsys) -> None:
+def test_the_load_of_each_layer_is_told_without_biases_and_from_every_stage(run_ranks, tmp_path, capsys):
     write_data(tmp_path / "data", tokenizer=True)
     changes = {
         "model": {"num_layers": 4, "tie_embeddings": False, "experts": {**EXPERTS, "bias_rate": 0.0}},

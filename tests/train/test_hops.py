@@ -10,9 +10,9 @@ import torch.distributed as dist
 import megamix
 from megamix.cli import main
 from megamix.comm.collectives import GlooCollectives
-from megamix.config import Config, config_to_toml
+from megamix.config import config_to_toml
 from megamix.train import joined
-from tests.train.jobs import tiny_job, write_data
+from tests.builders import tiny_job, write_data
 
 PACKAGE = Path(megamix.__file__).parent
 MOST_CALLS = 9
@@ -22,11 +22,11 @@ class ReachedError(Exception):
     pass
 
 
-def _calls(config: Config) -> list[tuple[str, str]]:
+def _calls(config):
     """Return file and function of each call of the package, down to the first reduce-scatter of a gradient, on two
     ranks.
     """
-    calls: list[tuple[str, str]] = []
+    calls = []
     reduce_scatter = GlooCollectives.reduce_scatter
 
     def noted(*args, **kwargs):
@@ -49,9 +49,9 @@ def _calls(config: Config) -> list[tuple[str, str]]:
     return [*calls, ("megamix/comm/collectives.py", "reduce_scatter")]
 
 
-def test_the_way_to_the_first_collective_is_short_and_is_the_one_that_is_written(tmp_path, run_ranks) -> None:
+def test_the_way_to_the_first_collective_is_short_and_is_the_one_that_is_written(tmp_path, run_ranks):
     write_data(tmp_path / "data")
-    config = tiny_job(tmp_path, training={"steps": 2, "eval_interval": 0})
+    config = tiny_job(tmp_path, steps=2, eval_interval=0)
     (tmp_path / "job.toml").write_text(config_to_toml(config))
     page = (PACKAGE.parent / "docs/design.md").read_text()
     (listed,) = re.findall(r"^Nine calls lead from `megamix train` .+?\.$", page, flags=re.MULTILINE | re.DOTALL)

@@ -3,16 +3,11 @@ as unread changes no bit. A start reports progress of everything that it draws o
 torch's deterministic mode.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -31,47 +26,48 @@ from megamix.report.history import read_history
 from megamix.report.metrics import TAGS, is_overflow
 from megamix.report.plot import figures
 from megamix.run import results
-from megamix.supervise.liveness import Position
 from megamix.supervise.status import NoAnswerError, PreemptedError, WrongDataError
 from megamix.train import job, joined
 from megamix.train.job import run_job
+from tests.builders import BRANCHING, VOCAB, run_on_ranks, tiny_job, write_data
 from tests.config.test_unread import CASES
 from tests.conftest import FULL
-from tests.train.jobs import BRANCHING, VOCAB, run_on_ranks, run_recorded, tiny_job, write_data
+from tests.train.recorded import run_recorded
 
 
-def _rows(folder: Path) -> list[dict[str, float | None]]:
+def _rows(folder):
     return [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
 
 
-def _losses(folder: Path) -> dict[int, float]:
+def _losses(folder):
     return {row["step"]: row["train/loss"] for row in _rows(folder) if "train/loss" in row}
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory) -> Path:
+def finished(tmp_path_factory):
     """Run a job of 20 steps with everything switched on, in this process, and return its folder."""
     folder = tmp_path_factory.mktemp("job")
     write_data(folder / "data", tokenizer=True)
     config = tiny_job(
         folder,
-        model={"vocab_size": 280},
-        data={"tokenizer": str(folder / "data/tokenizer.json")},
-        precision={"loss_scale": {"init_scale": 2.0**24}},  # its default
-        metrics={"sample_prompt": "class "},
-        training={"steps": 20},
-        profiling={"start_step": 3, "num_steps": 2},
+        vocab_size=280,
+        tokenizer=str(folder / "data/tokenizer.json"),
+        loss_scale={"init_scale": 2.0**24},  # its default
+        sample_prompt="class ",
+        steps=20,
+        start_step=3,
+        num_steps=2,
     )
     run_job(config)
     return folder
 
 
-def test_a_job_leaves_its_effective_configuration(finished) -> None:
+def test_a_job_leaves_its_effective_configuration(finished):
     config = load_config(finished / "run/config.toml")
     assert (config.training.steps, config.precision.dtype) == (20, "fp16")
 
 
-def test_every_row_has_the_tokens_of_the_updates_so_far(finished) -> None:
+def test_every_row_has_the_tokens_of_the_updates_so_far(finished):
     config = load_config(finished / "run/config.toml")
     a_step = config.training.global_batch_size * config.model.seq_len
     rows = _rows(finished)
@@ -82,18 +78,19 @@ def test_every_row_has_the_tokens_of_the_updates_so_far(finished) -> None:
     assert max(applied) == 20
 
 
-def test_what_is_called_unread_changes_no_bit(tmp_path) -> None:
+def test_what_is_called_unread_changes_no_bit(tmp_path):
     """No configuration can set such a key, so all those that one job can have are set behind its back."""
     write_data(tmp_path / "data")
     config = tiny_job(
         tmp_path,
-        model={"position": "learned"},
-        data={"valid": None},
-        lr_schedule={"decay_style": "constant"},
-        precision={"on_overflow": "skip", "loss_scale": {"rule": "static", "init_scale": 2.0**10}},
-        training={"steps": 8, "eval_interval": 0},
-        checkpoint={"save_interval": 0},
-        metrics={"tensorboard": False},
+        position="learned",
+        valid=None,
+        decay_style="constant",
+        on_overflow="skip",
+        loss_scale={"rule": "static", "init_scale": 2.0**10},
+        steps=8,
+        eval_interval=0,
+        save_interval=0,
     )
     tree = config.model_dump()
     keys = {key for key in READ_WHERE if key.count(".") == 1}  # no table within a section is looked at
@@ -118,7 +115,7 @@ def test_what_is_called_unread_changes_no_bit(tmp_path) -> None:
     assert shown[0] == shown[1].replace("altered", "plain")
 
 
-def test_a_job_logs_the_first_step_every_interval_and_the_last(finished) -> None:
+def test_a_job_logs_the_first_step_every_interval_and_the_last(finished):
     losses = _losses(finished)
     assert list(losses) == [1, 4, 8, 12, 16, 20]
     assert losses[1] == pytest.approx(math.log(280), abs=0.3)
@@ -135,7 +132,7 @@ def test_a_job_logs_the_first_step_every_interval_and_the_last(finished) -> None
     assert last[TAGS["eta_s"]] == 0
 
 
-def test_a_job_starts_at_two_to_the_24_and_is_seen_to_back_off(finished) -> None:
+def test_a_job_starts_at_two_to_the_24_and_is_seen_to_back_off(finished):
     overflows = [row for row in _rows(finished) if "optim/loss_scale" in row and "train/loss" not in row]
     values = {tag: value for tag, value in overflows[0].items() if tag != TAGS["time"]}
     assert values == {"step": 1, "train/tokens": 0, "optim/loss_scale": 2.0**24, "optim/skipped_steps": 1}
@@ -143,12 +140,12 @@ def test_a_job_starts_at_two_to_the_24_and_is_seen_to_back_off(finished) -> None
     assert scales[-1] < 2.0**24
 
 
-def test_validation_runs_at_its_interval_and_at_the_end(finished) -> None:
+def test_validation_runs_at_its_interval_and_at_the_end(finished):
     steps = [row["step"] for row in _rows(finished) if "valid/loss" in row]
     assert steps == [5, 10, 15, 20]
 
 
-def test_the_event_file_holds_what_metrics_jsonl_holds(finished) -> None:
+def test_the_event_file_holds_what_metrics_jsonl_holds(finished):
     events = EventAccumulator(str(finished / "run/tensorboard"))
     events.Reload()
     assert {event.step: pytest.approx(event.value) for event in events.Scalars("train/loss")} == _losses(finished)
@@ -157,7 +154,7 @@ def test_the_event_file_holds_what_metrics_jsonl_holds(finished) -> None:
     assert [proto.string_val[0].replace(b"\n    ", b"\n") for proto in told] == [b"    " + text for text in files]
 
 
-def test_every_row_says_when_it_was_written_and_how_many_tokens_were_trained_on(finished) -> None:
+def test_every_row_says_when_it_was_written_and_how_many_tokens_were_trained_on(finished):
     rows = _rows(finished)
     times = [row[TAGS["time"]] for row in rows]
     assert times == sorted(times)
@@ -166,7 +163,7 @@ def test_every_row_says_when_it_was_written_and_how_many_tokens_were_trained_on(
         assert row[TAGS["tokens"]] == (row["step"] - overflowed) * 8 * 32
 
 
-def test_weights_are_fp32_without_doubles_and_generate_reads_them(finished, capsys) -> None:
+def test_weights_are_fp32_without_doubles_and_generate_reads_them(finished, capsys):
     weights = load_file(finished / "run/weights.safetensors")
     assert all(tensor.dtype == torch.float32 for tensor in weights.values())
     assert "embedding.weight" in weights
@@ -180,7 +177,7 @@ def test_weights_are_fp32_without_doubles_and_generate_reads_them(finished, caps
     assert (finished / "run/sample.txt").read_text().startswith("class ")  # metrics.sample_prompt
 
 
-def test_the_start_s_event_says_what_trains_where(finished) -> None:
+def test_the_start_s_event_says_what_trains_where(finished):
     start = json.loads((finished / "run/events.jsonl").read_text().splitlines()[0])
     weights = load_file(finished / "run/weights.safetensors")
     assert (start["ranks"], start["parameters"]) == (1, sum(tensor.numel() for tensor in weights.values()))
@@ -188,22 +185,22 @@ def test_the_start_s_event_says_what_trains_where(finished) -> None:
     assert re.fullmatch(rf"megamix \S+, torch {re.escape(torch.__version__)}, Python 3\.\S+", start["versions"])
 
 
-def test_a_sample_of_white_space_is_a_line_and_no_file(tmp_path, monkeypatch, capsys) -> None:
+def test_a_sample_of_white_space_is_a_line_and_no_file(tmp_path, monkeypatch, capsys):
     write_data(tmp_path / "data", tokenizer=True)
     monkeypatch.setattr(results, "sample_text", lambda *arguments: " \n\n  ")
     tokenizer = {"tokenizer": str(tmp_path / "data/tokenizer.json")}
-    run_job(tiny_job(tmp_path, model={"vocab_size": 280}, data=tokenizer, training={"steps": 2}))
+    run_job(tiny_job(tmp_path, vocab_size=280, data=tokenizer, steps=2))
     assert "no sample of text: the model writes nothing but white space" in capsys.readouterr().out
     assert not (tmp_path / "run/sample.txt").exists()
 
 
-def test_the_profile_of_the_chosen_steps_is_a_trace(finished) -> None:
+def test_the_profile_of_the_chosen_steps_is_a_trace(finished):
     trace = json.loads((finished / "run/trace_rank0.json").read_text())
     assert any("step" in str(event.get("name", "")) or event.get("cat") == "cpu_op" for event in trace["traceEvents"])
 
 
 @pytest.mark.parametrize("shard", ["states", "parameters"])
-def test_a_profile_on_two_ranks_ends_with_its_gathers_landed(run_ranks, tmp_path, shard: str) -> None:
+def test_a_profile_on_two_ranks_ends_with_its_gathers_landed(run_ranks, tmp_path, shard):
     write_data(tmp_path / "data")
     profiling, parallelism = {"start_step": 2, "num_steps": 3}, {"shard": shard}
     sections = {"profiling": profiling, "parallelism": parallelism, "model": {"num_layers": 3}}
@@ -236,24 +233,18 @@ def test_a_profile_on_two_ranks_ends_with_its_gathers_landed(run_ranks, tmp_path
     assert "communication" in figures(read_history(tmp_path / "run"))
 
 
-def test_a_loss_scale_of_a_bf16_run_is_logged(tmp_path) -> None:
+def test_a_loss_scale_of_a_bf16_run_is_logged(tmp_path):
     write_data(tmp_path / "data")
-    run_job(
-        tiny_job(
-            tmp_path,
-            precision={"dtype": "bf16", "loss_scale": {"rule": "static", "init_scale": 64.0}},
-            metrics={"tensorboard": False},
-        )
-    )
+    run_job(tiny_job(tmp_path, dtype="bf16", loss_scale={"rule": "static", "init_scale": 64.0}))
     assert [row["optim/loss_scale"] for row in _rows(tmp_path) if "train/loss" in row] == [64.0] * 4
 
 
-def test_nothing_unfinished_is_left(finished) -> None:
+def test_nothing_unfinished_is_left(finished):
     assert not [path for path in (finished / "run").iterdir() if path.suffix == ".partial"]
 
 
 @pytest.mark.uncounted
-def test_fp16_and_fp32_reach_the_same_loss_near_the_entropy_of_the_data(run_ranks, tmp_path) -> None:
+def test_fp16_and_fp32_reach_the_same_loss_near_the_entropy_of_the_data(run_ranks, tmp_path):
     ends = {}
     for dtype in ("fp16", "fp32"):
         folder = tmp_path / dtype
@@ -264,22 +255,20 @@ def test_fp16_and_fp32_reach_the_same_loss_near_the_entropy_of_the_data(run_rank
             else {"steps": 60, "global_batch_size": 16, "micro_batch_size": 8}
         )
         steps = size | {"eval_interval": 0}
-        config = tiny_job(folder, precision={"dtype": dtype}, training=steps, metrics={"tensorboard": False})
+        config = tiny_job(folder, dtype=dtype, training=steps)
         ends[dtype] = run_ranks(run_on_ranks, 2, config)
     assert ends["fp16"][0] == ends["fp16"][1]
     assert abs(ends["fp16"][0] - ends["fp32"][0]) < 0.05
     assert math.log(BRANCHING) < ends["fp16"][0] < math.log(VOCAB) - 1.5
 
 
-def test_any_number_of_ranks_sees_the_same_losses(run_ranks, tmp_path) -> None:
+def test_any_number_of_ranks_sees_the_same_losses(run_ranks, tmp_path):
     losses = {}
     for ranks, micro_batch_size in ((1, 8), (2, 4), (4, 2), (2, 2)):
         folder = tmp_path / f"{ranks}-{micro_batch_size}"
         write_data(folder / "data")
         training = {"steps": 6, "micro_batch_size": micro_batch_size, "eval_interval": 0}
-        config = tiny_job(
-            folder, training=training, precision={"dtype": "fp32"}, metrics={"log_interval": 1, "tensorboard": False}
-        )
+        config = tiny_job(folder, training=training, dtype="fp32", log_interval=1, tensorboard=False)
         if ranks == 1:
             run_job(config)
         else:
@@ -290,38 +279,38 @@ def test_any_number_of_ranks_sees_the_same_losses(run_ranks, tmp_path) -> None:
         assert others == pytest.approx(losses[1, 8], abs=1e-4)
 
 
-def test_a_start_moves_with_each_parameter_that_it_draws_and_each_piece_that_it_loads(tmp_path, monkeypatch) -> None:
+def test_a_start_moves_with_each_parameter_that_it_draws_and_each_piece_that_it_loads(tmp_path, monkeypatch):
     write_data(tmp_path / "data")
-    seen: list[Position] = []
+    seen = []
 
     class Watched(joined.Job):
-        def __init__(self, *fields: Any) -> None:
+        def __init__(self, *fields):
             super().__init__(*fields)
             Watched.place = self.position
 
-    def noting(drawn: Callable[..., Any]) -> Callable[..., Any]:
-        def draw(*arguments: Any, **settings: Any) -> Any:
+    def noting(drawn):
+        def draw(*arguments, **settings):
             fill = drawn(*arguments, **settings)
             return lambda *where: (seen.append(Watched.place()), fill(*where))
 
         return draw
 
-    def chunks(*arguments: Any) -> Iterator[memoryview]:
+    def chunks(*arguments):
         for chunk in verified_chunks(*arguments):
             seen.append(Watched.place())
             yield chunk
 
-    def apart(*arguments: Any) -> AllOrNone:
+    def apart(*arguments):
         watched.append("watchdog" in {thread.name for thread in threading.enumerate()})
         patient.append(connect(*arguments))
         return patient[-1]
 
-    def load_by(*arguments: Any) -> Any:
+    def load_by(*arguments):
         assert arguments[-1] is patient[-1]  # a rank that loads fast waits for a slow one as long as that one moves
         return load_start(*arguments)
 
-    watched: list[bool] = []
-    patient: list[AllOrNone] = []
+    watched = []
+    patient = []
     connect, verified_chunks, load_start = AllOrNone.apart, load.verified_chunks, job.load_start
     monkeypatch.setattr(job, "load_start", load_by)
     monkeypatch.setattr(AllOrNone, "apart", apart)
@@ -338,8 +327,8 @@ def test_a_start_moves_with_each_parameter_that_it_draws_and_each_piece_that_it_
     assert watched == [True, True]
 
 
-def test_a_deterministic_job_asks_torch_for_it_and_on_a_cpu_changes_no_bit(tmp_path, monkeypatch) -> None:
-    asked: list[bool] = []
+def test_a_deterministic_job_asks_torch_for_it_and_on_a_cpu_changes_no_bit(tmp_path, monkeypatch):
+    asked = []
     step = ShardedEngine.step
     monkeypatch.setattr(
         ShardedEngine,
@@ -352,7 +341,7 @@ def test_a_deterministic_job_asks_torch_for_it_and_on_a_cpu_changes_no_bit(tmp_p
             folder = tmp_path / str(deterministic)
             write_data(folder / "data")
             training = {"steps": 3, "eval_interval": 0, "deterministic": deterministic}
-            run_job(tiny_job(folder, training=training, lr_schedule={"warmup_steps": 0}))
+            run_job(tiny_job(folder, training=training, warmup_steps=0))
             weights.append(load_file(folder / "run/weights.safetensors"))
     finally:
         torch.use_deterministic_algorithms(False)
@@ -369,8 +358,8 @@ def test_a_deterministic_job_asks_torch_for_it_and_on_a_cpu_changes_no_bit(tmp_p
         (WrongDataError("which one rank has read"), False),
     ],
 )  # fmt: skip
-def test_groups_are_left_where_all_ranks_leave(monkeypatch, error: BaseException | None, alike: bool) -> None:
-    left: list[bool] = []
+def test_groups_are_left_where_all_ranks_leave(monkeypatch, error, alike):
+    left = []
     monkeypatch.setattr(joined, "leave_ranks", lambda *, alike: left.append(alike))
     joined._leave_ranks(type(error), error, None)
     assert left == [alike]

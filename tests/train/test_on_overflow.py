@@ -2,8 +2,6 @@
 whose batches are tried again do not raise the final loss.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import random
@@ -11,7 +9,6 @@ import re
 import struct
 import zlib
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -19,41 +16,41 @@ import torch
 from safetensors.torch import load_file
 
 from megamix.checkpoint.folder import checkpoints
-from megamix.config import Config
 from megamix.inspect.overflows import GaveUpError
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.run.batch_plan import Attempt, BatchPlan
 from megamix.supervise.console import COLUMNS
 from megamix.train import trainer
+from tests.builders import run_on_ranks, tiny_job
 from tests.checkpoint.seal import edit
 from tests.conftest import FULL
-from tests.train.jobs import Record, run_on_ranks, run_recorded, tiny_job
+from tests.train.recorded import run_recorded
 
 
-def _job(folder: Path, data: Path, precision: dict[str, Any], **training: Any) -> Config:
+def _job(folder, data, precision, **training):
     return tiny_job(
         folder,
         tokens=data,
-        lr_schedule={"decay_style": "constant"},
+        decay_style="constant",
         precision=precision,
         training={"eval_interval": 0, "global_batch_size": 4, "micro_batch_size": 1, **training},
-        metrics={"tensorboard": False, "log_interval": 1000},
+        log_interval=1000,
     )
 
 
-def _run(config: Config, bad: frozenset[int] = frozenset()) -> tuple[Record, dict[str, torch.Tensor]]:
+def _run(config, bad=frozenset()):
     return run_recorded(config, bad), load_file(Path(config.checkpoint.folder) / "weights.safetensors")
 
 
 @pytest.mark.parametrize("on_overflow", ["requeue", "redo"])
-def test_from_a_scale_far_too_high_every_sample_is_applied_exactly_once(tmp_path, data, on_overflow: str) -> None:
+def test_from_a_scale_far_too_high_every_sample_is_applied_exactly_once(tmp_path, data, on_overflow):
     precision = {"on_overflow": on_overflow, "loss_scale": {"init_scale": 2.0**24}}
     record = run_recorded(_job(tmp_path, data, precision, steps=10, eval_interval=4))
     assert len(record.attempts) > 14  # the search took place
     assert sorted(record.samples()) == list(range(40))
 
 
-def test_the_search_for_the_first_scale_is_one_line_and_later_overflows_are_told(tmp_path, data, capsys) -> None:
+def test_the_search_for_the_first_scale_is_one_line_and_later_overflows_are_told(tmp_path, data, capsys):
     record = run_recorded(_job(tmp_path, data, {"loss_scale": {"init_scale": 2.0**24}}, steps=6), frozenset([16]))
     tries = len(record.attempts) - 7
     assert tries > 3
@@ -67,7 +64,7 @@ def test_the_search_for_the_first_scale_is_one_line_and_later_overflows_are_told
 
 
 @pytest.mark.uncounted
-def test_the_same_overflows_give_the_same_order_on_any_number_of_ranks(run_ranks, tmp_path, data) -> None:
+def test_the_same_overflows_give_the_same_order_on_any_number_of_ranks(run_ranks, tmp_path, data):
     bad = frozenset(random.Random(0).sample(range(15), 5))
     precision = {"loss_scale": {"init_scale": 2.0**8}}
     orders = []
@@ -81,7 +78,7 @@ def test_the_same_overflows_give_the_same_order_on_any_number_of_ranks(run_ranks
 
 @pytest.mark.uncounted
 @pytest.mark.parametrize("on_overflow", ["requeue", "redo"])
-def test_random_overflows_cost_no_loss(tmp_path, data, on_overflow: str) -> None:
+def test_random_overflows_cost_no_loss(tmp_path, data, on_overflow):
     steps = 500 if FULL else 25
     precision = {"loss_scale": {"init_scale": 2.0**12, "growth_interval": 4}, "on_overflow": on_overflow}
     rng = random.Random(1)
@@ -95,7 +92,7 @@ def test_random_overflows_cost_no_loss(tmp_path, data, on_overflow: str) -> None
 
 
 @pytest.mark.uncounted
-def test_a_redone_overflow_leaves_no_trace_and_a_requeued_one_only_its_order(tmp_path, data) -> None:
+def test_a_redone_overflow_leaves_no_trace_and_a_requeued_one_only_its_order(tmp_path, data):
     static = {"loss_scale": {"rule": "static", "init_scale": 1024.0}}
     clean = _run(_job(tmp_path / "clean", data, static, steps=8))[1]
     redo = _run(_job(tmp_path / "redo", data, {**static, "on_overflow": "redo"}, steps=8), frozenset([5]))[1]
@@ -107,7 +104,7 @@ def test_a_redone_overflow_leaves_no_trace_and_a_requeued_one_only_its_order(tmp
     class InOrder(BatchPlan):
         """Plan that gives a run the batches in the order in which the other run applied them."""
 
-        def launch(self) -> Attempt:
+        def launch(self):
             attempt = Attempt(super().launch().number, requeue.applied[self.launched - 1].batch)
             self._in_flight[-1] = attempt
             return attempt
@@ -118,7 +115,7 @@ def test_a_redone_overflow_leaves_no_trace_and_a_requeued_one_only_its_order(tmp
     assert not all(torch.equal(requeued[name], clean[name]) for name in fed)
 
 
-def test_a_skipped_batch_is_reported_as_lost(tmp_path, data, capsys) -> None:
+def test_a_skipped_batch_is_reported_as_lost(tmp_path, data, capsys):
     config = _job(tmp_path, data, {"on_overflow": "skip", "loss_scale": {"init_scale": 2.0**8}}, steps=8)
     record = run_recorded(config, frozenset([3]))
     assert record.samples() == [sample for sample in range(36) if sample not in range(12, 16)]
@@ -128,7 +125,7 @@ def test_a_skipped_batch_is_reported_as_lost(tmp_path, data, capsys) -> None:
     assert max(len(line) for line in lines if line.startswith(("step", "megamix", "  "))) <= COLUMNS
 
 
-def test_a_batch_that_overflows_too_often_is_named_and_the_run_goes_on(tmp_path, data) -> None:
+def test_a_batch_that_overflows_too_often_is_named_and_the_run_goes_on(tmp_path, data):
     config = _job(tmp_path, data, {"loss_scale": {"init_scale": 2.0**10}}, steps=10)
     record = run_recorded(config, bad_samples=frozenset([13]))
     assert sorted(record.samples()) == [sample for sample in range(44) if sample not in range(12, 16)]
@@ -152,7 +149,7 @@ def test_a_batch_that_overflows_too_often_is_named_and_the_run_goes_on(tmp_path,
         ),
     ],
 )
-def test_a_run_that_overflows_on_and_on_gives_up_with_its_weights_saved(tmp_path, data, precision, reason) -> None:
+def test_a_run_that_overflows_on_and_on_gives_up_with_its_weights_saved(tmp_path, data, precision, reason):
     config = _job(tmp_path, data, {"loss_scale": {"init_scale": 2.0**8}} | precision, steps=50)
     with pytest.raises(GaveUpError) as caught:
         run_recorded(config, frozenset(range(7, 1000)))
@@ -163,7 +160,7 @@ def test_a_run_that_overflows_on_and_on_gives_up_with_its_weights_saved(tmp_path
     assert all(torch.equal(weights[name], want[name]) for name in want)
 
 
-def test_a_run_whose_weights_are_not_finite_does_not_say_that_they_are(tmp_path, data) -> None:
+def test_a_run_whose_weights_are_not_finite_does_not_say_that_they_are(tmp_path, data):
     precision = {"loss_scale": {"init_scale": 2.0**8}, "max_overflows_in_a_row": 3}
     run_recorded(_job(tmp_path, data, precision, steps=2))
     (saved,) = checkpoints(tmp_path / "run/checkpoints")
@@ -181,7 +178,7 @@ def test_a_run_whose_weights_are_not_finite_does_not_say_that_they_are(tmp_path,
 
 
 @pytest.mark.parametrize("seed", range(20 if FULL else 2))
-def test_the_report_names_the_parameter_that_overflowed_and_no_other(tmp_path, data, seed: int) -> None:
+def test_the_report_names_the_parameter_that_overflowed_and_no_other(tmp_path, data, seed):
     rng = random.Random(seed)
     precision = {
         "loss_scale": {"init_scale": 2.0**8, "min_scale": 2.0**6},
@@ -192,13 +189,13 @@ def test_the_report_names_the_parameter_that_overflowed_and_no_other(tmp_path, d
     first, value, fault = rng.randrange(6), *rng.choice([(math.inf, "inf"), (-math.inf, "inf"), (math.nan, "NaN")])
     backward, injected = ShardedEngine.backward, []
 
-    def poisoned(engine: Any, loss: torch.Tensor, weight: float) -> None:
+    def poisoned(engine, loss, weight):
         if not injected:
             injected.append(rng.choice(engine.plan.param_names))
             param = engine.module.get_parameter(injected[0])
             place = rng.randrange(param.numel())
 
-            def poison(grad: torch.Tensor) -> torch.Tensor:
+            def poison(grad):
                 grad = grad.clone()
                 grad.view(-1)[place] += value if engine.skipped_steps + engine.applied_updates >= first else 0
                 return grad
@@ -216,7 +213,7 @@ def test_the_report_names_the_parameter_that_overflowed_and_no_other(tmp_path, d
 
 
 @pytest.mark.parametrize("seed", range(20 if FULL else 2))
-def test_a_clean_run_names_nobody(tmp_path, data, seed: int, capsys) -> None:
+def test_a_clean_run_names_nobody(tmp_path, data, seed, capsys):
     config = _job(tmp_path, data, {"loss_scale": {"init_scale": 2.0**6}}, steps=5, seed=seed)
     record = run_recorded(config)
     assert len(record.attempts) == 5
@@ -224,13 +221,13 @@ def test_a_clean_run_names_nobody(tmp_path, data, seed: int, capsys) -> None:
     assert not (tmp_path / "run/set_aside.jsonl").exists()
 
 
-def test_too_many_overflows_in_a_window_are_too_many_too(tmp_path, data) -> None:
+def test_too_many_overflows_in_a_window_are_too_many_too(tmp_path, data):
     config = _job(tmp_path, data, {"loss_scale": {"init_scale": 2.0**8}, "max_overflows_per_window": 5}, steps=50)
     with pytest.raises(GaveUpError, match=r"5 of the last 13 attempts overflowed"):
         run_recorded(config, frozenset([2, 4, 7, 10, 12]))
 
 
-def test_dropout_depends_on_sample_and_try_and_not_on_ranks(run_ranks, tmp_path, data) -> None:
+def test_dropout_depends_on_sample_and_try_and_not_on_ranks(run_ranks, tmp_path, data):
     losses = []
     for ranks in (1, 2):
         config = _job(tmp_path / str(ranks), data, {"dtype": "fp32"}, steps=3, micro_batch_size=2)

@@ -3,51 +3,47 @@ pipeline to data-parallel ranks and back; no job of any test unpickles what a pe
 there.
 """
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from megamix.report.metrics import TAGS
+from tests.builders import run_on_ranks, tiny_job, write_data
 from tests.distributed.pipelines import SCHEDULES
-from tests.train.jobs import Sections, run_on_ranks, tiny_job, write_data
 
 LAYOUT = {"pp_size": 2, "pp_schedule": "interleaved_1f1b"}
 
 
-def _job(folder: Path, tokens: Path, **overrides: Any):
-    own: Sections = {
+def _job(folder, tokens, **overrides):
+    own = {
         "model": {"vocab_size": 280, "num_layers": 4, "tie_embeddings": False},
         "training": {"steps": 6, "micro_batch_size": 2, "global_batch_size": 8, "eval_interval": 3},
-        "metrics": {"tensorboard": False, "log_interval": 1, "precision_interval": 2},
+        "metrics": {"log_interval": 1, "precision_interval": 2},
         "checkpoint": {"save_interval": 3, "replica_check_interval": 2},
     }
     return tiny_job(folder, own, tokens=tokens, **overrides)
 
 
-def _rows(folder: Path) -> list[dict[str, Any]]:
+def _rows(folder):
     rows = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
     return [{tag: value for tag, value in row.items() if tag != TAGS["time"]} for row in rows]
 
 
-def _values(folder: Path, *tags: str) -> list[Any]:
+def _values(folder, *tags):
     return [[row[tag] for tag in tags] for row in _rows(folder) if row.keys() >= {*tags}]
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
+def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
     write_data(folder, tokenizer=True)
     return folder
 
 
 @pytest.mark.also_wide
-def test_a_pipeline_s_job_is_one_process_s_job(run_ranks, tmp_path, data) -> None:
+def test_a_pipeline_s_job_is_one_process_s_job(run_ranks, tmp_path, data):
     whole, pipe = tmp_path / "whole", tmp_path / "pipe"
     tokenizer = {"train": str(data / "train"), "valid": str(data / "valid"), "tokenizer": str(data / "tokenizer.json")}
     expected = run_on_ranks(_job(whole, data, data=tokenizer))
@@ -64,7 +60,7 @@ def test_a_pipeline_s_job_is_one_process_s_job(run_ranks, tmp_path, data) -> Non
     assert (pipe / "run/sample.txt").read_text() == (whole / "run/sample.txt").read_text()
 
 
-def test_checkpoints_go_from_a_pipeline_to_data_parallel_ranks_and_back(run_ranks, tmp_path, data) -> None:
+def test_checkpoints_go_from_a_pipeline_to_data_parallel_ranks_and_back(run_ranks, tmp_path, data):
     """There are three legs of two updates each; every change of layout is one of a resumed run."""
     layouts = [{"pp_size": 2, "pp_schedule": SCHEDULES[-1]}, {}, {"pp_size": 2}]
     same = {

@@ -4,10 +4,9 @@ a job that compiles nothing never imports the compiler.
 
 import subprocess
 import sys
-from pathlib import Path
 
 from megamix.config import config_to_toml
-from tests.train.jobs import tiny_job, write_data
+from tests.builders import tiny_job, write_data
 
 # torch has no public name for these, or no import of its own.
 ALLOWED = {
@@ -44,13 +43,11 @@ sys.exit(any(statuses))
 """
 
 
-def test_a_job_on_one_rank_starts_without_torchs_private_modules_and_without_the_compiler(tmp_path: Path) -> None:
+def test_a_job_on_one_rank_starts_without_torchs_private_modules_and_without_the_compiler(tmp_path):
     write_data(tmp_path / "data")
     jobs = [tmp_path / "refused.toml", tmp_path / "real.toml"]
     for path in jobs:
-        job = tiny_job(
-            tmp_path, checkpoint={"folder": str(tmp_path / path.stem)}, training={"steps": 3, "eval_interval": 0}
-        )
+        job = tiny_job(tmp_path, checkpoint={"folder": str(tmp_path / path.stem)}, steps=3, eval_interval=0)
         path.write_text(config_to_toml(job))
     run = subprocess.run([sys.executable, "-c", SCRIPT, *jobs], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr

@@ -2,19 +2,16 @@
 ranks; its sizes on the page are those of its file.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from megamix.cli import main
-from megamix.config import Config, config_to_toml, load_config
+from megamix.config import config_to_toml, load_config
 from megamix.model.family import parameter_count
-from tests.train.jobs import VOCAB, run_on_ranks
+from tests.builders import VOCAB, run_on_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/recipes.md").read_text(encoding="utf-8")
@@ -22,13 +19,13 @@ _EXPERTS = {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 24}
 ROWS = {row[1]: row for row in re.findall(r"^\| ([\w -]+) \| \[([\w.-]+)\]\(.*?\) \| (.*) \|$", PAGE, re.MULTILINE)}
 
 
-def _shrunken(name: str, folder: Path, data: Path) -> Config:
+def _shrunken(name, folder, data):
     """Return the recipe with small numbers in place of its own; everything else stays."""
     path = str(ROOT / "configs" / name)
     whole = load_config(path)
     model, training, parallel = whole.model, whole.training, whole.parallelism
     ramp = [[2 * number, 4 * 2**number] for number in range(len(training.batch_ramp))]
-    small: dict[str, Any] = {
+    small = {
         "model.vocab_size": VOCAB,
         "model.seq_len": 32,
         "model.hidden_size": 32,
@@ -66,18 +63,16 @@ def _shrunken(name: str, folder: Path, data: Path) -> Config:
     return load_config(path, [f"{key}={json.dumps(value)}" for key, value in small.items()])
 
 
-def _train(config: Config) -> None:
+def _train(config):
     run_on_ranks(config)
 
 
-def test_the_page_has_five_recipes() -> None:
+def test_the_page_has_five_recipes():
     assert len(ROWS) == 5
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_a_recipe_is_checked_planned_and_trained_at_a_small_size(
-    run_ranks, tmp_path, data, capsys, monkeypatch, name: str
-) -> None:
+def test_a_recipe_is_checked_planned_and_trained_at_a_small_size(run_ranks, tmp_path, data, capsys, monkeypatch, name):
     config = _shrunken(name, tmp_path, data)
     job = tmp_path / "job.toml"
     job.write_text(config_to_toml(config))
@@ -94,7 +89,7 @@ def test_a_recipe_is_checked_planned_and_trained_at_a_small_size(
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_the_sizes_on_the_page_are_those_of_the_file(name: str) -> None:
+def test_the_sizes_on_the_page_are_those_of_the_file(name):
     config = load_config(str(ROOT / "configs" / name))
     cells = ROWS[name][2].split(" | ")
     told = re.match(r"([\d.]+) ([MB])", cells[0])

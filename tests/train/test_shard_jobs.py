@@ -4,12 +4,9 @@ recompute, tied tables, several micro-batches and tensor-parallel ranks included
 layout to any other, pipelines too. The log says how many bytes a rank holds.
 """
 
-from __future__ import annotations
-
 import random
 import re
-from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 import torch
@@ -20,16 +17,17 @@ from megamix.builders.objects import build_engine
 from megamix.mixed_precision.settings import Shard
 from megamix.model.transformer import Transformer
 from megamix.train import job
+from tests.builders import run_on_ranks, tiny_job, write_data
 from tests.conftest import FULL
 from tests.distributed.pipelines import SCHEDULES
-from tests.train.jobs import Record, run_on_ranks, run_recorded, tiny_job, write_data
 from tests.train.outcome import metrics_of
+from tests.train.recorded import run_recorded
 
 pytestmark = pytest.mark.uncounted
 
 SHARDS = get_args(Shard)
 BAD_ATTEMPTS, BAD_SAMPLE = frozenset((2, 5)), frozenset((9,))
-AXES: dict[tuple[str, str], list[Any]] = {
+AXES = {
     ("model", "recompute"): ["none", "selective", "full", {"full": 1}],
     ("model", "tie_embeddings"): [True, False],
     ("model", "dropout"): [0.0, 0.1],
@@ -46,9 +44,9 @@ AXES: dict[tuple[str, str], list[Any]] = {
 }
 
 
-def _cases(count: int) -> list[dict[str, dict[str, Any]]]:
+def _cases(count):
     """Return `count` seeded picks, each axis through all of its values in turn."""
-    rng, cases = random.Random(0), [dict[str, dict[str, Any]]() for _ in range(count)]
+    rng, cases = random.Random(0), [{} for _ in range(count)]
     for (section, key), values in AXES.items():
         turns = [value for start in range(0, count, len(values)) for value in rng.sample(values, len(values))]
         for case, value in zip(cases, turns, strict=False):
@@ -56,16 +54,16 @@ def _cases(count: int) -> list[dict[str, dict[str, Any]]]:
     return cases
 
 
-def _run_each(folder: Path, data: Path, cases: list[dict[str, dict[str, Any]]]) -> list[list[Record]]:
+def _run_each(folder, data, cases):
     """Run each case with each setting. Return the attempts and samples of the runs."""
     done = []
     for number, case in enumerate(cases):
-        given: dict[str, dict[str, Any]] = {
+        given = {
             "model": {"vocab_size": 280},
             "data": {"train": f"{data}/train", "valid": f"{data}/valid", "tokenizer": f"{data}/tokenizer.json"},
             "training": {"steps": 5, "eval_interval": 3, "micro_batch_size": 1, "eval_batches": 1},
             "checkpoint": {"save_interval": 4, "replica_check_interval": 2},
-            "metrics": {"tensorboard": False, "log_interval": 1, "precision_interval": 2},
+            "metrics": {"log_interval": 1, "precision_interval": 2},
         }
         sections = {name: given.get(name, {}) | case.get(name, {}) for name in {**given, **case}}
         sections["training"]["global_batch_size"] *= dist.get_world_size()
@@ -78,7 +76,7 @@ def _run_each(folder: Path, data: Path, cases: list[dict[str, dict[str, Any]]]) 
     return done
 
 
-def _end(folder: Path) -> dict[str, Any]:
+def _end(folder):
     names = ("run/sample.txt", "run/set_aside.jsonl")
     return {"metrics": metrics_of(folder)} | {
         name: (folder / name).read_text() for name in names if (folder / name).exists()
@@ -89,9 +87,7 @@ CASES = _cases(36 if FULL else 2)
 
 
 @pytest.mark.parametrize(("ranks", "cases"), [(2, CASES[: -len(CASES) // 3]), (4, CASES[-len(CASES) // 3 :])])
-def test_jobs_end_with_the_bits_of_the_kept_copy(
-    run_ranks, tmp_path: Path, ranks: int, cases: list[dict[str, dict[str, Any]]]
-) -> None:
+def test_jobs_end_with_the_bits_of_the_kept_copy(run_ranks, tmp_path, ranks, cases):
     write_data(tmp_path / "data", tokenizer=True)
     done = run_ranks(_run_each, ranks, tmp_path, tmp_path / "data", cases, deadline_s=900.0)
     for number, case in enumerate(cases):
@@ -106,23 +102,28 @@ def test_jobs_end_with_the_bits_of_the_kept_copy(
             assert [name for name in one if not torch.equal(one[name], reference[name])] == [], (case, other.name)
 
 
-def _chain(folder: Path, data: Path, legs: list[tuple[dict[str, Any], Shard]]) -> None:
+def _chain(folder, data, legs):
     """Run one job in legs of one update, each with another layout and setting."""
     for number, (layout, shard) in enumerate(legs, start=1):
         job = tiny_job(
             folder,
-            model={"num_layers": 4, "dropout": 0.1},
+            num_layers=4,
+            dropout=0.1,
             tokens=data,
-            training={"steps": number, "eval_interval": 0, "micro_batch_size": 1, "eval_batches": 1},
-            lr_schedule={"decay_style": "constant", "warmup_steps": 0},
+            steps=number,
+            eval_interval=0,
+            micro_batch_size=1,
+            eval_batches=1,
+            decay_style="constant",
+            warmup_steps=0,
             parallelism={**layout, "shard": shard},
-            metrics={"tensorboard": False, "log_interval": 1},
+            log_interval=1,
         )
         run_on_ranks(job)
 
 
 PIPELINES = [{"pp_size": 2, "pp_schedule": schedule} for schedule in SCHEDULES]
-LEGS: list[tuple[dict[str, Any], Shard]] = [
+LEGS = [
     ({}, "states"),
     (PIPELINES[-1], "gradients"),
     ({"tp_size": 2}, "parameters"),
@@ -136,9 +137,9 @@ LEGS: list[tuple[dict[str, Any], Shard]] = [
 ][: None if FULL else 5]
 
 
-def test_a_run_goes_from_any_setting_and_layout_to_any_other(run_ranks, tmp_path: Path) -> None:
+def test_a_run_goes_from_any_setting_and_layout_to_any_other(run_ranks, tmp_path):
     write_data(tmp_path / "data")
-    kept: list[tuple[dict[str, Any], Shard]] = [(layout, "states") for layout, _ in LEGS]
+    kept = [(layout, "states") for layout, _ in LEGS]
     for name, legs in (("kept", kept), ("moved", LEGS)):
         run_ranks(_chain, 2, tmp_path / name, tmp_path / "data", legs, deadline_s=900.0)
     assert len(metrics_of(tmp_path / "kept")) >= len(LEGS)
@@ -148,7 +149,7 @@ def test_a_run_goes_from_any_setting_and_layout_to_any_other(run_ranks, tmp_path
     assert [name for name in one if not torch.equal(one[name], other[name])] == []
 
 
-def _held(folder: Path) -> list[tuple[float, float]]:
+def _held(folder):
     """Return, with each setting, the MiB that the log says a rank holds, and the same by hand.
 
     By hand it is 2 bytes an element of half parameters and of gradients, if the setting keeps them, and a share of the
@@ -156,7 +157,7 @@ def _held(folder: Path) -> list[tuple[float, float]]:
     """
     told = []
     for whole, shard in zip((4, 2, 0), SHARDS, strict=True):
-        config = tiny_job(folder, model={"hidden_size": 128}, parallelism={"shard": shard})
+        config = tiny_job(folder, hidden_size=128, shard=shard)
         model = Transformer(config.model)
         engine = build_engine(config, model, model.units, 1)
         said = job._describe(config, engine)
@@ -167,7 +168,7 @@ def _held(folder: Path) -> list[tuple[float, float]]:
     return told
 
 
-def test_the_log_says_what_a_rank_holds(run_ranks, tmp_path: Path) -> None:
+def test_the_log_says_what_a_rank_holds(run_ranks, tmp_path):
     for told in run_ranks(_held, 2, tmp_path):
         for said, derived in told:
             assert said == pytest.approx(derived, abs=0.06)  # 0.05 of rounding, and the padding

@@ -2,12 +2,8 @@
 other sets.
 """
 
-from __future__ import annotations
-
 import json
 from contextlib import ExitStack
-from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -16,9 +12,8 @@ import torch
 from megamix.builders.data import data_fingerprints, data_problems, validation_sources
 from megamix.builders.objects import build_loader, build_training
 from megamix.cli import main
-from megamix.config import Config
 from megamix.train.batches import Validation
-from tests.train.jobs import SEQ_LEN, run_on_ranks, tiny_job, write_data
+from tests.builders import SEQ_LEN, run_on_ranks, tiny_job, write_data
 from tests.train.outcome import metrics_of
 
 CPU = torch.device("cpu")
@@ -27,13 +22,13 @@ Losses = dict[str, float]
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
     write_data(folder)
     return folder
 
 
-def _sets(folder: Path, data: Path, **layout: Any) -> Config:
+def _sets(folder, data, **layout):
     """Return a job with a set of one file, one of a mixture, and the part that data.split holds out. Documents are
     packed, so that samples have other numbers of targets.
     """
@@ -41,12 +36,12 @@ def _sets(folder: Path, data: Path, **layout: Any) -> Config:
     sets = {"one": f"{data}/valid", "mix_2": mixture}
     wide = {"init_std": 0.1}  # samples' losses lie further apart than those of a model that knows nothing
     return tiny_job(
-        folder, model=wide, data={"train": f"{data}/train", "valid": sets, "split": [9, 1], "packing": "documents"},
-        precision={"dtype": "fp32", "loss_scale": {"rule": "off"}}, parallelism=layout, tokens=data,
+        folder, model=wide, train=f"{data}/train", valid=sets, split=[9, 1], packing="documents",
+        dtype="fp32", loss_scale={"rule": "off"}, parallelism=layout, tokens=data,
     )  # fmt: skip
 
 
-def _in_one_pass(config: Config) -> Losses:
+def _in_one_pass(config):
     """Return each set's loss, by one forward over its samples in one process."""
     model = build_training(config, CPU).engine.module.eval()
     sums = {}
@@ -59,7 +54,7 @@ def _in_one_pass(config: Config) -> Losses:
     return {name: float(loss / weight) for name, (loss, weight) in sums.items()}
 
 
-def _validated(configs: list[Config]) -> list[tuple[Losses, Losses]]:
+def _validated(configs):
     """Return the losses of each job's first weights, and those that a judge of the first rank's part would report."""
     told = []
     for config in configs:
@@ -75,8 +70,8 @@ def _validated(configs: list[Config]) -> list[tuple[Losses, Losses]]:
     return told
 
 
-def test_each_set_s_loss_on_two_ranks_is_that_of_one_pass_over_its_samples(run_ranks, tmp_path, data) -> None:
-    layouts: list[dict[str, Any]] = [{}, {"cp_size": 2}, {"pp_size": 2}, {"tp_size": 2}]
+def test_each_set_s_loss_on_two_ranks_is_that_of_one_pass_over_its_samples(run_ranks, tmp_path, data):
+    layouts = [{}, {"cp_size": 2}, {"pp_size": 2}, {"tp_size": 2}]
     want = _in_one_pass(_sets(tmp_path, data))
     assert want.keys() == {"", "one", "mix_2", "split"}
     # All round FP32 sums of at most SAMPLES * SEQ_LEN losses, in other orders: each addition by up to 2^-24 of the sum.
@@ -91,9 +86,9 @@ def test_each_set_s_loss_on_two_ranks_is_that_of_one_pass_over_its_samples(run_r
                 assert loss != pytest.approx(want[name], rel=bound), f"{layout}: {name}"
 
 
-def test_the_losses_of_sets_are_told_by_name_wherever_the_loss_is(tmp_path, data, capsys) -> None:
+def test_the_losses_of_sets_are_told_by_name_wherever_the_loss_is(tmp_path, data, capsys):
     sets = {"code": f"{data}/valid", "web-1": f"{data}/train"}
-    run_on_ranks(tiny_job(tmp_path, data={"valid": sets}, training={"steps": 5}, tokens=data))
+    run_on_ranks(tiny_job(tmp_path, valid=sets, steps=5, tokens=data))
     out, last = capsys.readouterr().out, metrics_of(tmp_path)[-1]
     code, web = last["valid/loss/code"], last["valid/loss/web-1"]
     assert last["valid/loss"] == pytest.approx((code + web) / 2, rel=1e-12)  # both sets have as many targets
@@ -111,22 +106,22 @@ def test_the_losses_of_sets_are_told_by_name_wherever_the_loss_is(tmp_path, data
     assert f"on web-1, {data}/train: 98 tokens" in capsys.readouterr().out
 
 
-def test_a_run_goes_on_with_other_sets(tmp_path, data, capsys) -> None:
-    run_on_ranks(tiny_job(tmp_path, training={"steps": 2}, tokens=data))
+def test_a_run_goes_on_with_other_sets(tmp_path, data, capsys):
+    run_on_ranks(tiny_job(tmp_path, steps=2, tokens=data))
     assert metrics_of(tmp_path)[-1].keys() & {"valid/loss", "valid/loss/web"} == {"valid/loss"}
     capsys.readouterr()
-    run_on_ranks(tiny_job(tmp_path, data={"valid": {"web": f"{data}/valid"}}, training={"steps": 3}, tokens=data))
+    run_on_ranks(tiny_job(tmp_path, valid={"web": f"{data}/valid"}, steps=3, tokens=data))
     assert "changed since: data.valid: [{ path = " in capsys.readouterr().out
     last = metrics_of(tmp_path)[-1]
     assert last["valid/loss"] == last["valid/loss/web"]
 
 
-def test_split_divides_the_training_files_alone(tmp_path, data) -> None:
+def test_split_divides_the_training_files_alone(tmp_path, data):
     config = _sets(tmp_path, data)
     assert data_problems(config) == []
     assert data_fingerprints(config).keys() == {"data.train", "data.valid.one", "data.valid.mix_2[0]"}
-    undivided = tiny_job(tmp_path, data={"packing": "documents"}, tokens=data)
+    undivided = tiny_job(tmp_path, packing="documents", tokens=data)
     whole, one = validation_sources(undivided)[""], validation_sources(config)["one"]
     assert (whole.read(range(150)).tokens == one.read(range(150)).tokens).all()
-    short = tiny_job(tmp_path, data={"valid": {"one": f"{data}/valid"}, "split": [1, 10**6]}, tokens=data)
+    short = tiny_job(tmp_path, valid={"one": f"{data}/valid"}, split=[1, 10**6], tokens=data)
     assert [problem.split(" tokens of ")[1][:10] for problem in data_problems(short)] == ["data.train"]

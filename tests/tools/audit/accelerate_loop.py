@@ -1,7 +1,5 @@
 """A loop of accelerate, for torchrun: `accelerate_loop.py ddp|fsdp2 DTYPE OUTPUT.json` audits its last step."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,23 +1,20 @@
 """Scripts under audit as forks of a process that has torch loaded: a new Python imports it for 2 s on each rank."""
 
-from __future__ import annotations
-
 import atexit
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 
-from megamix.tools.audit.script import ScriptReport, audit_script
+from megamix.tools.audit.script import audit_script
 from megamix.tools.ranks import forkserver
 from tests.programs import stop_counting
 
 
-def audit_forked(name: str, updates: int, *, ranks: int = 1) -> ScriptReport:
+def audit_forked(name, updates, *, ranks=1):
     """Return the report on a script of `tests.tools.audit.scripts`, as of a command that starts one or two ranks."""
     with mock.patch.object(subprocess, "Popen", ForkedScript):
         return audit_script([name, str(ranks)], updates)
@@ -26,7 +23,7 @@ def audit_forked(name: str, updates: int, *, ranks: int = 1) -> ScriptReport:
 class ForkedScript:
     """Stand-in for the `subprocess.Popen` of a script's command."""
 
-    def __init__(self, command: Sequence[str], *, env: Mapping[str, str], **_: object):
+    def __init__(self, command, *, env, **_):
         name, ranks = command
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         started_by_torchrun = {
@@ -41,16 +38,16 @@ class ForkedScript:
         assert self._process.pid is not None
         self.pid = self._process.pid
 
-    def poll(self) -> int | None:
+    def poll(self):
         return self._process.exitcode
 
-    def wait(self, timeout: float) -> None:
+    def wait(self, timeout):
         self._process.join(timeout)
         if self._process.exitcode is None:
             raise subprocess.TimeoutExpired(self._process.name, timeout)
 
 
-def _run(name: str, environment: Mapping[str, str]) -> None:
+def _run(name, environment):
     """Run the script as a Python that begins with the audit's `sitecustomize` and then imports torch."""
     stop_counting()
     os.setsid()

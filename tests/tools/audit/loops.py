@@ -1,10 +1,6 @@
 """Small training loops of users, by wrapper, policy and optimizer. Each runs with an audit or without."""
 
-from __future__ import annotations
-
 import contextlib
-from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,36 +12,34 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import megamix
-from megamix.mixed_precision.settings import Shard
-from megamix.tools.audit.report import AuditReport
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
 
 
 class Model(nn.Module):
-    def __init__(self, layers: int = 3) -> None:
+    def __init__(self, layers=3):
         super().__init__()
         self.embedding = nn.Embedding(32, 16)
         self.layers = nn.ModuleList(Block() for _ in range(layers))
         self.head = nn.Linear(16, 32)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens):
         x = self.embedding(tokens)
         for layer in self.layers:
             x = layer(x)
         return self.head(x)
 
 
-def new_model(dtype: torch.dtype = FP32, seed: int = 0) -> Model:
+def new_model(dtype=FP32, seed=0):
     torch.manual_seed(seed)
     return Model().to(dtype)
 
@@ -53,14 +47,11 @@ def new_model(dtype: torch.dtype = FP32, seed: int = 0) -> Model:
 class Loop:
     """Loop of a user. `micro_batches`: of a step. `amp`: dtype of autocast. `scaler`: of the loss."""
 
-    def __init__(
-        self, model: nn.Module, optimizer: Any, micro_batches: int = 1, amp: torch.dtype | None = None,
-        scaler: torch.amp.GradScaler | None = None, clip: float = 0.0,
-    ):  # fmt: skip
+    def __init__(self, model, optimizer, micro_batches=1, amp=None, scaler=None, clip=0.0):
         self.model, self.optimizer, self.micro_batches = model, optimizer, micro_batches
         self.amp, self.scaler, self.clip = amp, scaler, clip
 
-    def step(self, number: int) -> None:
+    def step(self, number):
         rank = dist.get_rank() if dist.is_initialized() else 0
         for micro in range(self.micro_batches):
             generator = torch.Generator().manual_seed(1000 * number + 10 * micro + rank)
@@ -82,12 +73,12 @@ class Loop:
         if not isinstance(self.optimizer, megamix.ShardedEngine):
             self.optimizer.zero_grad()
 
-    def audited(self, number: int) -> AuditReport:
+    def audited(self, number):
         with megamix.audit(self.model, self.optimizer) as report:
             self.step(number)
         return report
 
-    def weights(self) -> list[Tensor]:
+    def weights(self):
         """Return the weights on this rank, with the states of the optimizer."""
         if isinstance(self.optimizer, megamix.ShardedEngine):
             return [tensor for owned in self.optimizer.owned_ranges() for tensor in owned.tensors.values()]
@@ -96,27 +87,27 @@ class Loop:
         return [getattr(tensor, "_local_tensor", tensor).detach() for tensor in (*self.model.parameters(), *states)]
 
 
-def adamw(model: nn.Module, lr: float = 1e-2, **settings: Any) -> torch.optim.AdamW:
+def adamw(model, lr=1e-2, **settings):
     return torch.optim.AdamW(model.parameters(), lr=lr, **settings)
 
 
-def plain(dtype: torch.dtype = FP32, seed: int = 0, **settings: Any) -> Loop:
+def plain(dtype=FP32, seed=0, **settings):
     model = new_model(dtype, seed)
     return Loop(model, adamw(model), **settings)
 
 
-def sgd(seed: int, **settings: Any) -> Loop:
+def sgd(seed, **settings):
     model = new_model(seed=seed)
     return Loop(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True), **settings)
 
 
-def scaled(seed: int, fused: bool = False, **settings: Any) -> Loop:
+def scaled(seed, fused=False, **settings):
     model = new_model(seed=seed)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
     return Loop(model, adamw(model, fused=fused), amp=FP16, scaler=scaler, **settings)
 
 
-def ddp(seed: int, hook: Callable[..., Any] | None = None, zero: bool = False, **settings: Any) -> Loop:
+def ddp(seed, hook=None, zero=False, **settings):
     model = DistributedDataParallel(new_model(seed=seed))
     if hook:
         model.register_comm_hook(None, hook)
@@ -124,19 +115,14 @@ def ddp(seed: int, hook: Callable[..., Any] | None = None, zero: bool = False, *
     return Loop(model, optimizer, **settings)
 
 
-def fsdp(
-    seed: int, policy: MixedPrecisionPolicy | None = None, dtype: torch.dtype = FP32, lr: float = 1e-2, **settings: Any
-) -> Loop:
+def fsdp(seed, policy=None, dtype=FP32, lr=1e-2, **settings):
     model, mesh = new_model(dtype, seed), init_device_mesh("cpu", (dist.get_world_size(),))
     for module in (*model.layers, model):
         fully_shard(module, mesh=mesh, mp_policy=policy or MixedPrecisionPolicy())
     return Loop(model, adamw(model, lr), **settings)
 
 
-def engine(
-    seed: int, precision: megamix.Precision, micro_batches: int = 1, shard: Shard = "states",
-    kind: type[megamix.AdamW] = megamix.AdamW, **settings: Any,
-) -> Loop:  # fmt: skip
+def engine(seed, precision, micro_batches=1, shard="states", kind=megamix.AdamW, **settings):
     model, optimizer = new_model(seed=seed), kind(lr=1e-2)
     sharding = megamix.Sharding([*model.layers], shard=shard)
     trained = megamix.ShardedEngine(
@@ -145,12 +131,12 @@ def engine(
     return Loop(model, trained, micro_batches)
 
 
-def scaled_fp16() -> megamix.Precision:
+def scaled_fp16():
     return megamix.Precision(FP16, loss_scale=megamix.DynamicLossScale(init_scale=2.0**16))
 
 
 HALF = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)
-ALONE: dict[str, Callable[[], Loop]] = {
+ALONE = {
     "fp32": lambda: plain(seed=1),
     "fp32, micro-batches, clipped": lambda: plain(seed=2, micro_batches=3, clip=0.5),
     "bf16": lambda: plain(BF16, seed=3),
@@ -165,7 +151,7 @@ ALONE: dict[str, Callable[[], Loop]] = {
         10, megamix.Precision(FP16, loss_scale=megamix.DynamicLossScale(init_scale=2.0**16)), 2
     ),
 }
-TOGETHER: dict[str, Callable[[], Loop]] = {
+TOGETHER = {
     "ddp": lambda: ddp(11),
     "ddp, micro-batches": lambda: ddp(12, micro_batches=2, clip=1.0),
     "ddp, autocast": lambda: ddp(13, amp=BF16),
@@ -182,7 +168,7 @@ TOGETHER: dict[str, Callable[[], Loop]] = {
 }  # fmt: skip
 
 
-def trained(name: str, audits: bool, steps: int = 4) -> tuple[list[Tensor], AuditReport | None]:
+def trained(name, audits, steps=4):
     """Return a loop's weights, and the last of two audits in the middle."""
     loop, report = (ALONE | TOGETHER)[name](), None
     for number in range(steps):
@@ -193,7 +179,7 @@ def trained(name: str, audits: bool, steps: int = 4) -> tuple[list[Tensor], Audi
     return loop.weights(), report
 
 
-def same_with_and_without(name: str) -> tuple[bool, str]:
+def same_with_and_without(name):
     """Return whether a loop learns the same with audits, bit for bit, and the last audit's text."""
     (want, _), (got, report) = (trained(name, audits) for audits in (False, True))
     same = len(want) == len(got) and all(

@@ -1,16 +1,13 @@
 """Scripts that know nothing of an audit: `python -m tests.tools.audit.scripts NAME` calls NAME."""
 
-from __future__ import annotations
-
 import os
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from itertools import count
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.functional import cross_entropy
@@ -21,17 +18,17 @@ NUM_TOKENS = 64
 LR = 6e-6
 
 
-def model() -> nn.Sequential:
+def model():
     torch.manual_seed(1)
     return nn.Sequential(nn.Embedding(NUM_TOKENS, 16), nn.Linear(16, NUM_TOKENS))
 
 
-def loss_of(module: nn.Module, step: int) -> Tensor:
+def loss_of(module, step):
     tokens = torch.randint(NUM_TOKENS, (128,), generator=torch.Generator().manual_seed(step))
     return cross_entropy(module(tokens).float(), (tokens + 1) % NUM_TOKENS)
 
 
-def half() -> None:
+def half():
     """Train in BF16 without masters."""
     module = model().bfloat16()
     optimizer = torch.optim.AdamW(module.parameters(), lr=LR)
@@ -41,7 +38,7 @@ def half() -> None:
         optimizer.step()
 
 
-def overflowing() -> None:
+def overflowing():
     """Train by DDP and a GradScaler whose scale overflows at the third attempt, and at the fourth."""
     dist.init_process_group("gloo")
     module = DistributedDataParallel(model())
@@ -59,13 +56,13 @@ def overflowing() -> None:
         scaler.update()
 
 
-def by_closure() -> None:
+def by_closure():
     """Let each update compute its own gradients, as Lightning does."""
     module = model()
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
     for step in count():
 
-        def closure(step: int = step) -> Tensor:
+        def closure(step=step):
             optimizer.zero_grad()
             loss = loss_of(module, step)
             loss.backward()
@@ -74,7 +71,7 @@ def by_closure() -> None:
         optimizer.step(closure)
 
 
-def in_turns() -> None:
+def in_turns():
     """Train two modules, the second one with every eighth update of the first, and move a tensor of no module."""
     first, second, loose = model(), model().bfloat16(), torch.zeros(3, requires_grad=True)
     by_first = torch.optim.SGD([*first.parameters(), loose], lr=0.1)
@@ -89,31 +86,31 @@ def in_turns() -> None:
             by_second.zero_grad()
 
 
-def twice() -> None:
+def twice():
     """End after two updates."""
     take_updates(model(), 2)
 
 
-def once() -> None:
+def once():
     """End after one update."""
     take_updates(model(), 1)
 
 
-def by_epochs() -> None:
+def by_epochs():
     """Make an optimizer for each epoch of two updates."""
     module = model()
     for _ in range(8):
         take_updates(module, 2)
 
 
-def by_many() -> None:
+def by_many():
     """Make an optimizer for each update."""
     module = model()
     for _ in range(8):
         take_updates(module, 1)
 
 
-def take_updates(module: nn.Module, number: int) -> None:
+def take_updates(module, number):
     """Make an optimizer, and take some updates with it."""
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     for step in range(number):
@@ -122,7 +119,7 @@ def take_updates(module: nn.Module, number: int) -> None:
         optimizer.step()
 
 
-def inside_backward() -> None:
+def inside_backward():
     """Update each parameter as soon as its gradient is there."""
     module = model()
     for param in module.parameters():
@@ -132,13 +129,13 @@ def inside_backward() -> None:
         loss_of(module, step).backward()
 
 
-def flat() -> None:
+def flat():
     """Train by FSDP1, which keeps weights as views of flat parameters."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     take_updates(FullyShardedDataParallel(model(), device_id=torch.device("cpu")), 9)
 
 
-def masters_by_hand() -> None:
+def masters_by_hand():
     """Train in BF16 with FP32 masters, whose values the parameters get behind each update."""
     module = model().bfloat16()
     masters = [param.detach().float() for param in module.parameters()]
@@ -154,7 +151,7 @@ def masters_by_hand() -> None:
             param.data.copy_(master)
 
 
-def partly_held() -> None:
+def partly_held():
     """Leave a weight out of the optimizer, and let another model, which nothing trains, get gradients."""
     module, judge = model(), model()
     optimizer = torch.optim.SGD([*module[0].parameters(), module[1].bias], lr=0.1)
@@ -164,7 +161,7 @@ def partly_held() -> None:
         optimizer.zero_grad()
 
 
-def evaluating() -> None:
+def evaluating():
     """Train in FP32, and evaluate in BF16 behind each update."""
     module = model()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
@@ -176,7 +173,7 @@ def evaluating() -> None:
         optimizer.zero_grad()
 
 
-def compiled_step() -> None:
+def compiled_step():
     """Compile the function that computes the loss, and not the module."""
     module = model()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
@@ -187,7 +184,7 @@ def compiled_step() -> None:
         optimizer.zero_grad()
 
 
-def by_hand() -> None:
+def by_hand():
     """Move the weights without an optimizer, once."""
     module = model()
     loss_of(module, 0).backward()
@@ -197,7 +194,7 @@ def by_hand() -> None:
             param -= param.grad
 
 
-def accumulating() -> None:
+def accumulating():
     """Accumulate 300 micro-batches for each update, whose activations are made anew in backward."""
     module = model()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
@@ -209,7 +206,7 @@ def accumulating() -> None:
             optimizer.zero_grad()
 
 
-def from_an_edge() -> None:
+def from_an_edge():
     """Begin each backward pass at an edge of the graph, and not at a tensor."""
     module = model()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
@@ -219,7 +216,7 @@ def from_an_edge() -> None:
         optimizer.step()
 
 
-def by_grad_forever() -> None:
+def by_grad_forever():
     """Move the weights by hand and without `backward`, until someone ends it."""
     module = model()
     for step in count():
@@ -229,13 +226,13 @@ def by_grad_forever() -> None:
                 param -= grad
 
 
-def by_hand_forever() -> None:
+def by_hand_forever():
     """Move the weights without an optimizer, until someone ends it."""
     while True:
         by_hand()
 
 
-def half_without_masters() -> None:
+def half_without_masters():
     """Train in FP16, in which AdamW's eps is zero."""
     module = model().half()
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3, eps=1e-8)
@@ -245,7 +242,7 @@ def half_without_masters() -> None:
         optimizer.step()
 
 
-def log_of_negative() -> None:
+def log_of_negative():
     """Compute a loss that is NaN from the second update on, with finite gradients."""
     module = model()
     optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
@@ -256,7 +253,7 @@ def log_of_negative() -> None:
         optimizer.step()
 
 
-def root_of_zero() -> None:
+def root_of_zero():
     """Compute a gradient that is not finite from the third update on."""
     module = model()
     optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
@@ -266,17 +263,17 @@ def root_of_zero() -> None:
         optimizer.step()
 
 
-def each_alone() -> None:
+def each_alone():
     """Train on two ranks that read their own data and average only a count for a log."""
     train_on_ranks(average=False)
 
 
-def averaging() -> None:
+def averaging():
     """Average the gradients of two ranks by hand."""
     train_on_ranks(average=True)
 
 
-def never_met() -> None:
+def never_met():
     """Train on ranks that read their own data and have no process group."""
     module = model()
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
@@ -286,7 +283,7 @@ def never_met() -> None:
         optimizer.step()
 
 
-def train_on_ranks(average: bool) -> None:
+def train_on_ranks(average):
     """Train a plain module on each rank. `average`: whether they average their gradients."""
     dist.init_process_group("gloo")
     module = model()
@@ -301,25 +298,22 @@ def train_on_ranks(average: bool) -> None:
         optimizer.step()
 
 
-def never_synced() -> None:
+def never_synced():
     """Train by DDP, each micro-batch without its averages."""
     train_by_ddp(lambda wrapper, tokens: wrapper(tokens), DistributedDataParallel.no_sync)
 
 
-def inner_called() -> None:
+def inner_called():
     """Train by DDP, and call the model inside the wrapper."""
     train_by_ddp(lambda wrapper, tokens: wrapper.module(tokens), nullcontext)
 
 
-def last_synced() -> None:
+def last_synced():
     """Train by DDP, and average with the last micro-batch alone, as it should be."""
     train_by_ddp(lambda wrapper, tokens: wrapper(tokens), nullcontext)
 
 
-def train_by_ddp(
-    call: Callable[[DistributedDataParallel, Tensor], Tensor],
-    around_last: Callable[[DistributedDataParallel], AbstractContextManager[None]],
-) -> None:
+def train_by_ddp(call, around_last):
     """Train a wrapped model on ranks that read their own data, two micro-batches an update."""
     dist.init_process_group("gloo")
     wrapper = DistributedDataParallel(model())
@@ -335,7 +329,7 @@ def train_by_ddp(
         optimizer.step()
 
 
-def loose_tensor() -> None:
+def loose_tensor():
     """Move a tensor that is in no module."""
     weight = torch.zeros(3, requires_grad=True)
     optimizer = torch.optim.SGD([weight], lr=0.1)
@@ -344,7 +338,7 @@ def loose_tensor() -> None:
         optimizer.step()
 
 
-SCRIPTS: dict[str, Callable[[], None]] = {
+SCRIPTS = {
     one.__name__: one
     for one in (
         half, overflowing, by_closure, in_turns, twice, once, by_epochs, by_many, inside_backward, flat,

@@ -2,8 +2,6 @@
 they give the optimizer BF16 parameters.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -26,7 +24,7 @@ UPCAST_IS_LOST = accelerate.__version__.startswith("1.13.")  # 1.12 has the upca
         ("fsdp2", "bfloat16", UPCAST_IS_LOST),
     ],
 )
-def test_masters_that_are_not_there_are_named(wrapper: str, dtype: str, wrong: bool, tmp_path: Path) -> None:
+def test_masters_that_are_not_there_are_named(wrapper, dtype, wrong, tmp_path):
     program, output = str(ROOT / "tests/tools/audit/accelerate_loop.py"), tmp_path / "report.json"
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", program]
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])

@@ -2,20 +2,16 @@
 names planted mistakes, is silent on a right step, and changes no bit of the training.
 """
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import megamix
 from megamix.mixed_precision.muon import MOMENTUM
-from megamix.tools.audit.report import WIDTH, AuditReport
+from megamix.tools.audit.report import WIDTH
 from megamix.tools.audit.watch import zeros_among_subnormals
 from tests.conftest import FULL
 from tests.tools.audit.loops import (
@@ -39,18 +35,18 @@ TINY_LR = 6e-6
 QUICK = ("ddp, fp16 on the wire, zero", "fsdp2 bf16, fp32 sums", "engine, gradients", "engine, muon, parameters")
 
 
-def after(loop: Loop, steps: int) -> AuditReport:
+def after(loop, steps):
     """Return the report of a loop's last step."""
     for number in range(steps - 1):
         loop.step(number)
     return loop.audited(steps - 1)
 
 
-def said(report: AuditReport, harms: bool = True) -> str:
+def said(report, harms=True):
     return "\n".join(str(one) for one in report.warnings if one.harms == harms)
 
 
-def dtypes(report: AuditReport, name: str) -> str:
+def dtypes(report, name):
     """Return the cells of the row with this parameter."""
     (row,) = (row for row in report.rows if name in row.parameters)
     return " ".join(row.dtypes.values())
@@ -67,14 +63,14 @@ def dtypes(report: AuditReport, name: str) -> str:
         ("bf16", "bf16 bf16 bf16 - bf16 bf16 bf16 bf16", "bf16 bf16 bf16 - bf16 bf16 bf16 bf16"),
     ],
 )
-def test_every_number_s_dtype_is_told(name: str, norm: str, up: str) -> None:
+def test_every_number_s_dtype_is_told(name, norm, up):
     report = after(ALONE[name](), 3)
     assert dtypes(report, "layers.1.norm.weight") == norm
     assert dtypes(report, "layers.1.up.weight") == up
     assert report.harms == (name == "bf16")
 
 
-def _cells(name: str) -> tuple[str, str]:
+def _cells(name):
     report = after(TOGETHER[name](), 2)
     return dtypes(report, "layers.1.up.weight"), said(report)
 
@@ -92,26 +88,26 @@ def _cells(name: str) -> tuple[str, str]:
         ("engine, muon, parameters", "bf16 bf16 bf16 bf16 bf16 fp32 fp32 fp32"),
     ],
 )
-def test_so_is_that_of_what_ranks_send_and_sum(name: str, up: str, run_ranks: Callable[..., Any]) -> None:
+def test_so_is_that_of_what_ranks_send_and_sum(name, up, run_ranks):
     assert run_ranks(_cells, 2, name) == [(up, "")] * 2
 
 
 @pytest.mark.parametrize("name", list(ALONE) if FULL else ["bf16", "autocast fp16, scaler, fused", "engine fp16"])
-def test_a_run_with_audits_is_bitwise_the_run_without(name: str) -> None:
+def test_a_run_with_audits_is_bitwise_the_run_without(name):
     same, page = same_with_and_without(name)
     assert same
     assert max(map(len, page.split("\nlost: ")[0].splitlines())) <= WIDTH
 
 
 @pytest.mark.parametrize("name", list(TOGETHER) if FULL else QUICK)
-def test_so_it_is_on_ranks_and_each_reports_the_same(name: str, run_ranks: Callable[..., Any]) -> None:
+def test_so_it_is_on_ranks_and_each_reports_the_same(name, run_ranks):
     (same, page), (also, other) = run_ranks(same_with_and_without, 2, name)
     assert same
     assert also
     assert page == other
 
 
-def exact_lost(before: dict[str, Tensor], optimizer: torch.optim.AdamW, model: nn.Module) -> dict[str, tuple[int, int]]:
+def exact_lost(before, optimizer, model):
     """Return for each parameter the number of elements with an update, and how many of these kept their value.
 
     An element has an update if AdamW's, from the states after it, in FP64, is not zero.
@@ -128,7 +124,7 @@ def exact_lost(before: dict[str, Tensor], optimizer: torch.optim.AdamW, model: n
     return counts
 
 
-def _audit_and_count(loop: Loop) -> tuple[AuditReport, dict[str, tuple[int, int]]]:
+def _audit_and_count(loop):
     for number in range(3):
         loop.step(number)
     before = {
@@ -137,14 +133,14 @@ def _audit_and_count(loop: Loop) -> tuple[AuditReport, dict[str, tuple[int, int]
     return loop.audited(3), exact_lost(before, loop.optimizer, loop.model)
 
 
-def require_close(reports: list[AuditReport], counts: list[dict[str, tuple[int, int]]]) -> None:
+def require_close(reports, counts):
     for row in reports[0].rows:
         parts = [rank[name] for rank in counts for name in row.parameters]
         due, lost = (sum(column) for column in zip(*parts, strict=True))
         assert row.lost == pytest.approx(lost / due, abs=0.01)
 
 
-def test_lost_updates_are_counted_within_a_point_and_the_missing_masters_named() -> None:
+def test_lost_updates_are_counted_within_a_point_and_the_missing_masters_named():
     model = new_model(BF16)
     report, exact = _audit_and_count(Loop(model, adamw(model, TINY_LR)))
     require_close([report], [exact])
@@ -158,11 +154,11 @@ def test_lost_updates_are_counted_within_a_point_and_the_missing_masters_named()
     assert weights[0].lost > 0.5
 
 
-def _sharded_without_masters() -> tuple[AuditReport, dict[str, tuple[int, int]]]:
+def _sharded_without_masters():
     return _audit_and_count(fsdp(0, MixedPrecisionPolicy(reduce_dtype=FP32), BF16, TINY_LR))
 
 
-def test_so_are_those_of_a_sharded_model(run_ranks: Callable[..., Any]) -> None:
+def test_so_are_those_of_a_sharded_model(run_ranks):
     reports, counts = zip(*run_ranks(_sharded_without_masters, 2), strict=True)
     require_close([*reports], [*counts])
     assert "no FP32 master; 100% of this step's updates" in said(reports[0])
@@ -172,26 +168,26 @@ def test_so_are_those_of_a_sharded_model(run_ranks: Callable[..., Any]) -> None:
 class CopiedMasters(torch.optim.AdamW):
     """Optimizer of FP32 copies of half parameters. `saves`: whether its state dict has them."""
 
-    def __init__(self, model: nn.Module, saves: bool):
+    def __init__(self, model, saves):
         self.halves, self.saves = list(model.parameters()), saves
         self.masters = [half.detach().float().requires_grad_() for half in self.halves]
         super().__init__(self.masters, lr=1e-3)
 
-    def backward_done(self) -> None:
+    def backward_done(self):
         for half, master in zip(self.halves, self.masters, strict=True):
             master.grad = half.grad.float()
 
-    def publish(self) -> None:
+    def publish(self):
         for half, master in zip(self.halves, self.masters, strict=True):
             half.data.copy_(master.data)
             half.grad = None
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         return super().state_dict() | ({"masters": self.masters} if self.saves else {})
 
 
 class CopyLoop(Loop):
-    def step(self, number: int) -> None:
+    def step(self, number):
         tokens = torch.randint(32, (16, 4), generator=torch.Generator().manual_seed(number))
         nn.functional.cross_entropy(self.model(tokens).float().flatten(0, 1), tokens.flatten()).backward()
         self.optimizer.backward_done()
@@ -199,7 +195,7 @@ class CopyLoop(Loop):
         self.optimizer.publish()
 
 
-def test_copies_are_found_in_any_order() -> None:
+def test_copies_are_found_in_any_order():
     model = new_model(BF16)
     optimizer = CopiedMasters(model, True)
     optimizer.param_groups[0]["params"].reverse()
@@ -207,7 +203,7 @@ def test_copies_are_found_in_any_order() -> None:
 
 
 @pytest.mark.parametrize("saves", [True, False])
-def test_separate_masters_are_found_and_those_that_no_checkpoint_has(saves: bool) -> None:
+def test_separate_masters_are_found_and_those_that_no_checkpoint_has(saves):
     model = new_model(BF16)
     report = after(CopyLoop(model, CopiedMasters(model, saves)), 2)
     assert dtypes(report, "layers.0.up.weight") == "bf16 bf16 bf16 - fp32 fp32 fp32 bf16"
@@ -215,7 +211,7 @@ def test_separate_masters_are_found_and_those_that_no_checkpoint_has(saves: bool
     assert report.harms != saves
 
 
-def test_masters_that_were_rebuilt_from_half_are_found() -> None:
+def test_masters_that_were_rebuilt_from_half_are_found():
     loop = plain(seed=1)
     assert not after(loop, 5).harms
     with torch.no_grad():
@@ -225,12 +221,12 @@ def test_masters_that_were_rebuilt_from_half_are_found() -> None:
     assert not loop.audited(6).harms  # the next update has filled them again
 
 
-def test_a_model_that_begins_from_half_weights_is_no_mistake() -> None:
+def test_a_model_that_begins_from_half_weights_is_no_mistake():
     model = new_model(BF16).float()
     assert not after(Loop(model, adamw(model)), 1).harms
 
 
-def test_second_moments_that_bf16_cannot_move_are_found() -> None:
+def test_second_moments_that_bf16_cannot_move_are_found():
     model = new_model()
     loop = Loop(model, adamw(model))
     loop.step(0)
@@ -241,7 +237,7 @@ def test_second_moments_that_bf16_cannot_move_are_found() -> None:
 
 
 @pytest.mark.parametrize(("rest", "odd"), [(FP32, BF16), (BF16, FP32)])
-def test_one_module_in_another_dtype_is_named(rest: torch.dtype, odd: torch.dtype) -> None:
+def test_one_module_in_another_dtype_is_named(rest, odd):
     model = new_model(rest)
     up = model.layers[1].up.to(odd)
     up.register_forward_pre_hook(lambda module, inputs: inputs[0].to(odd))
@@ -254,7 +250,7 @@ def test_one_module_in_another_dtype_is_named(rest: torch.dtype, odd: torch.dtyp
     ]  # fmt: skip
 
 
-def test_what_the_optimizer_does_not_hold_and_what_got_no_gradient_is_named() -> None:
+def test_what_the_optimizer_does_not_hold_and_what_got_no_gradient_is_named():
     model = new_model()
     model.unused = nn.Linear(4, 4)
     names = [param for name, param in model.named_parameters() if name != "head.bias"]
@@ -263,11 +259,11 @@ def test_what_the_optimizer_does_not_hold_and_what_got_no_gradient_is_named() ->
     assert "unused.weight, unused.bias: its gradient is zero, or did not come" in said(report, harms=False)
 
 
-def test_gradients_that_underflow_are_counted() -> None:
+def test_gradients_that_underflow_are_counted():
     loop = plain(seed=1, amp=FP16)
     right_step = loop.step
 
-    def small(number: int) -> None:
+    def small(number):
         hook = loop.model.head.register_full_backward_pre_hook(lambda module, grads: (grads[0] * 2.0**-16,))
         right_step(number)
         hook.remove()
@@ -282,7 +278,7 @@ def test_gradients_that_underflow_are_counted() -> None:
     assert "of the gradient's elements underflow" in said(report)
 
 
-def test_the_estimate_counts_what_a_cast_has_flushed_and_no_other_zero() -> None:
+def test_the_estimate_counts_what_a_cast_has_flushed_and_no_other_zero():
     exact = torch.randn(64, 96, generator=torch.Generator().manual_seed(0))
     exact[3], exact[:, 5] = 0.0, 0.0  # a token that did not occur, a unit that was off
     for power in (0, 12, 20, 24):
@@ -297,15 +293,15 @@ def test_the_estimate_counts_what_a_cast_has_flushed_and_no_other_zero() -> None
 class Gain(nn.Module):
     """Half weights that are computed with in FP32, so that backward ends with a cast."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.gain = nn.Parameter(torch.ones(64, 32, dtype=FP16))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return (x * self.gain.float()).sum()
 
 
-def test_what_a_cast_flushes_is_counted_exactly() -> None:
+def test_what_a_cast_flushes_is_counted_exactly():
     model, x = Gain(), torch.randn(64, 32, generator=torch.Generator().manual_seed(0)) * 2.0**-25
     x[0] = 0.0
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -318,7 +314,7 @@ def test_what_a_cast_flushes_is_counted_exactly() -> None:
     assert dtypes(report, "gain") == "fp16 fp32 fp32 - fp16 fp16 - fp16"
 
 
-def test_a_step_that_the_scaler_skips_is_told_and_harms_nothing() -> None:
+def test_a_step_that_the_scaler_skips_is_told_and_harms_nothing():
     loop = scaled(seed=1)
     loop.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30)
     report = loop.audited(0)
@@ -329,7 +325,7 @@ def test_a_step_that_the_scaler_skips_is_told_and_harms_nothing() -> None:
 
 
 @pytest.mark.parametrize("loop", [plain, scaled])
-def test_a_loss_that_is_not_finite_is_wrong_whether_the_step_is_skipped_or_not(loop: Callable[..., Loop]) -> None:
+def test_a_loss_that_is_not_finite_is_wrong_whether_the_step_is_skipped_or_not(loop):
     poisoned = loop(seed=1)
     torch.nn.init.constant_(poisoned.model.head.weight, torch.nan)
     report = poisoned.audited(0)
@@ -337,7 +333,7 @@ def test_a_loss_that_is_not_finite_is_wrong_whether_the_step_is_skipped_or_not(l
     assert "is zero, or did not come" not in said(report, harms=False)
 
 
-def test_headroom_follows_the_loss_scale() -> None:
+def test_headroom_follows_the_loss_scale():
     rooms = []
     for power in (10, 13):
         loop = scaled(seed=1)
@@ -349,7 +345,7 @@ def test_headroom_follows_the_loss_scale() -> None:
     assert rooms[0] - rooms[1] == pytest.approx(3, abs=0.1)
 
 
-def test_no_step_in_the_block_is_an_error_with_what_to_do() -> None:
+def test_no_step_in_the_block_is_an_error_with_what_to_do():
     loop = plain(seed=1)
     loop.optimizer.step = lambda: None
     with pytest.raises(RuntimeError, match=r"no step was made inside the block: call optimizer.step\(\) there"):
@@ -358,7 +354,7 @@ def test_no_step_in_the_block_is_an_error_with_what_to_do() -> None:
     assert not loop.optimizer._optimizer_step_pre_hooks
 
 
-def test_an_error_of_the_loop_passes_and_what_is_no_optimizer_is_refused() -> None:
+def test_an_error_of_the_loop_passes_and_what_is_no_optimizer_is_refused():
     loop = plain(seed=1)
     with pytest.raises(ZeroDivisionError), megamix.audit(loop.model, loop.optimizer):
         raise ZeroDivisionError
@@ -370,7 +366,7 @@ def test_an_error_of_the_loop_passes_and_what_is_no_optimizer_is_refused() -> No
 class _StackedMuon(torch.optim.Optimizer):
     """Momentum of its matrices as others keep it: stacked under the first one, in the group, or flattened."""
 
-    def __init__(self, params, keep: str):
+    def __init__(self, params, keep):
         super().__init__(params, {"lr": 1e-2})
         self.keep = keep
 
@@ -391,7 +387,7 @@ class _StackedMuon(torch.optim.Optimizer):
 
 
 @pytest.mark.parametrize("keep", ["stacked", "group", "flat"])
-def test_momentum_that_is_kept_in_another_shape_is_each_parameters_own(keep: str) -> None:
+def test_momentum_that_is_kept_in_another_shape_is_each_parameters_own(keep):
     model = torch.nn.Sequential(*(torch.nn.Linear(8, 8, bias=False) for _ in range(3)))
     optimizer = _StackedMuon(model.parameters(), keep)
     for _ in range(2):  # the second update has the momentum before the step as well
@@ -402,7 +398,7 @@ def test_momentum_that_is_kept_in_another_shape_is_each_parameters_own(keep: str
         assert [(row.moments, row.dtypes["moments"]) for row in report.rows] == [({"momentum_buffer": "bf16"}, "bf16")]
 
 
-def test_of_muon_s_matrices_a_direction_is_what_moves_them() -> None:
+def test_of_muon_s_matrices_a_direction_is_what_moves_them():
     model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.LayerNorm(2)).requires_grad_()
     optimizer = megamix.Muon(lr=1e-12, weight_decay=0.0, ns_dtype=FP32)
     trained = megamix.ShardedEngine(model, optimizer, megamix.Precision(FP32), compile_update=False)
@@ -418,7 +414,7 @@ def test_of_muon_s_matrices_a_direction_is_what_moves_them() -> None:
     assert "\ndirect: " not in str(after(ALONE["engine bf16"](), 1))
 
 
-def test_within_the_block_nothing_is_called_right() -> None:
+def test_within_the_block_nothing_is_called_right():
     loop = plain(seed=1)
     with megamix.audit(loop.model, loop.optimizer) as report:
         loop.step(0)
@@ -429,14 +425,14 @@ def test_within_the_block_nothing_is_called_right() -> None:
     assert not report.harms
 
 
-def test_a_model_and_an_optimizer_that_are_swapped_are_told() -> None:
+def test_a_model_and_an_optimizer_that_are_swapped_are_told():
     loop = plain(seed=1)
     told = r"got a model of type AdamW; write megamix.audit\(model, optimizer\)"
     with pytest.raises(TypeError, match=told), megamix.audit(loop.optimizer, loop.model):
         pass
 
 
-def test_two_updates_of_an_engine_are_refused() -> None:
+def test_two_updates_of_an_engine_are_refused():
     loop = engine(1, megamix.Precision(BF16))
     step = loop.step
     loop.step = lambda number: (step(number), step(number + 1))[1]
@@ -444,7 +440,7 @@ def test_two_updates_of_an_engine_are_refused() -> None:
         loop.audited(0)
 
 
-def test_an_engine_s_rebuilt_masters_are_found_and_its_skipped_step_told() -> None:
+def test_an_engine_s_rebuilt_masters_are_found_and_its_skipped_step_told():
     loop = engine(1, scaled_fp16())
     loop.optimizer.loss_scale.loss_scale.fill_(2.0**40)
     assert "this step was skipped" in said(loop.audited(0), harms=False)
@@ -455,7 +451,7 @@ def test_an_engine_s_rebuilt_masters_are_found_and_its_skipped_step_told() -> No
     assert "rebuilt from a half copy" in said(loop.audited(6))
 
 
-def test_the_json_has_every_number() -> None:
+def test_the_json_has_every_number():
     report = after(plain(BF16, seed=1), 2)
     told = json.loads(report.to_json())
     assert [row["name"] for row in told["rows"]] == [row.name for row in report.rows]
@@ -463,11 +459,11 @@ def test_the_json_has_every_number() -> None:
     assert told["warnings"][0]["harms"]
 
 
-def test_compiled_code_runs_compiled_and_its_cells_say_so() -> None:
-    ran: list[str] = []
+def test_compiled_code_runs_compiled_and_its_cells_say_so():
+    ran = []
 
-    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
-        def run(*args: Any) -> Any:
+    def backend(graph, inputs):
+        def run(*args):
             ran.append("compiled")
             with torch.utils._python_dispatch._disable_current_modes():  # a kernel does so
                 return graph.forward(*args)

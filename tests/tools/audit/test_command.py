@@ -4,9 +4,7 @@ divide the model. The commands and the script of docs/verify.md run.
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -25,7 +23,7 @@ CONFIG = Path(__file__).parents[3] / "configs/quickstart.toml"
 SMALL = ["model.vocab_size=64", "model.seq_len=8", "model.hidden_size=24", "model.num_layers=2"]
 
 
-def test_it_prints_the_page_of_the_quickstart_and_finds_no_harm(capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_prints_the_page_of_the_quickstart_and_finds_no_harm(capsys):
     assert main(["audit", str(CONFIG), *SMALL]) == 0
     size, head, *rows = capsys.readouterr().out.splitlines()
     assert size.startswith("update 3 on 1 rank(s), synthetic text, at training.micro_batch_size=2 model.seq_len=8 ")
@@ -36,7 +34,7 @@ def test_it_prints_the_page_of_the_quickstart_and_finds_no_harm(capsys: pytest.C
     assert rows[-2] == "no number is lost that should be kept"
 
 
-def test_products_in_fp8_have_a_dtype_and_shares_of_their_codes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_products_in_fp8_have_a_dtype_and_shares_of_their_codes(capsys):
     fp8 = "precision.dtype=bf16", "precision.fp8.recipe=tensorwise", 'precision.fp8.but=["blocks.0.*"]'
     sizes = "model.hidden_size=32", "model.num_heads=2", "model.num_kv_heads=2", "model.ffn_hidden_size=48"
     assert main(["audit", str(CONFIG), *SMALL, *sizes, *fp8, "--updates", "1"]) == 0
@@ -51,14 +49,14 @@ def test_products_in_fp8_have_a_dtype_and_shares_of_their_codes(capsys: pytest.C
     assert 0 <= codes["at_zero"] < 0.2
 
 
-def test_ranks_that_divide_the_model_are_started(capsys: pytest.CaptureFixture[str]) -> None:
+def test_ranks_that_divide_the_model_are_started(capsys):
     assert main(["audit", str(CONFIG), *SMALL, "parallelism.tp_size=2", "--json", "--updates", "1"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["warnings"] == [one for one in told["warnings"] if not one["harms"]]
     assert {row["dtypes"]["master"] for row in told["rows"]} == {"fp32"}
 
 
-def test_a_job_whose_ranks_divide_experts_is_audited(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_job_whose_ranks_divide_experts_is_audited(capsys):
     experts = ["model.experts.num_experts=4", "model.experts.top_k=2", "model.experts.ffn_hidden_size=8"]
     job = CONFIG.with_name("quickstart_moe.toml")
     assert main(["audit", str(job), *SMALL, *experts, "--json", "--updates", "1"]) == 0
@@ -67,7 +65,7 @@ def test_a_job_whose_ranks_divide_experts_is_audited(capsys: pytest.CaptureFixtu
     assert rows["blocks.1.feed_forward.router.weight"]["master"] == "fp32"
 
 
-def _page(*settings: str) -> dict[str, str]:
+def _page(*settings):
     config = at_own_size(load_config(CONFIG, settings), settings)
     report = command.audit_job(parse_layout("dp2").apply(config), 1)
     (query,) = (row for row in report.rows if row.name == "blocks.*.attention.query.weight")
@@ -75,14 +73,14 @@ def _page(*settings: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(("reduce_dtype", "sum_dtype"), [("half", "fp16"), ("half_fp32_sum", "fp32")])
-def test_on_ranks_it_says_what_travels(reduce_dtype: str, sum_dtype: str, run_ranks: Callable[..., Any]) -> None:
+def test_on_ranks_it_says_what_travels(reduce_dtype, sum_dtype, run_ranks):
     settings = [*SMALL, "optimizer.compile=false", f"precision.reduce_dtype={reduce_dtype}"]
     first, other = run_ranks(_page, 2, *settings)
     assert first == other
     assert (first["wire"], first["sum"]) == ("fp16", sum_dtype)
 
 
-def test_moments_in_bf16_that_chance_rounds_are_no_harm(capsys: pytest.CaptureFixture[str]) -> None:
+def test_moments_in_bf16_that_chance_rounds_are_no_harm(capsys):
     moments = [
         "optimizer.name=adamw",
         "optimizer.adamw.state_dtype=bf16",
@@ -93,7 +91,7 @@ def test_moments_in_bf16_that_chance_rounds_are_no_harm(capsys: pytest.CaptureFi
     assert "moments in bf16" in capsys.readouterr().out  # a remark, no harm
 
 
-def test_harm_is_exit_status_1(capsys: pytest.CaptureFixture[str]) -> None:
+def test_harm_is_exit_status_1(capsys):
     report = AuditReport(warnings=[AuditWarning("head.weight", "no FP32 master", "Keep it", True)])
     with mock.patch.object(command, "audit_job", lambda config, updates: report):
         assert main(["audit", str(CONFIG), *SMALL]) == 1
@@ -102,12 +100,12 @@ def test_harm_is_exit_status_1(capsys: pytest.CaptureFixture[str]) -> None:
         assert json.loads(capsys.readouterr().out)["warnings"][0]["harms"]
 
 
-def test_a_wrong_number_of_updates_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_number_of_updates_is_told(capsys):
     assert main(["audit", str(CONFIG), "--updates", "0"]) == 2
     assert "--updates: got 0, must be at least 1" in capsys.readouterr().err
 
 
-def test_what_the_page_shows_runs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_the_page_shows_runs(capsys):
     page = (CONFIG.parents[1] / "docs/verify.md").read_text(encoding="utf-8")
     section = page.split("\n## audit\n")[1].partition("\n## ")[0]
     commands = re.findall(r"^megamix (.*)$", section, flags=re.MULTILINE)

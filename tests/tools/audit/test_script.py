@@ -3,8 +3,6 @@ ends the script; if it cannot watch, it says why. It names the first number that
 apart.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import textwrap
@@ -24,15 +22,15 @@ ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(autouse=True)
-def _in_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
+def _in_the_root(monkeypatch):
     monkeypatch.chdir(ROOT)
 
 
-def script(name: str) -> list[str]:
+def script(name):
     return [sys.executable, "-m", "tests.tools.audit.scripts", name]
 
 
-def test_it_tells_what_an_audit_in_the_loop_tells(capfd: pytest.CaptureFixture[str]) -> None:
+def test_it_tells_what_an_audit_in_the_loop_tells(capfd):
     module = model().bfloat16()
     optimizer = torch.optim.AdamW(module.parameters(), lr=LR)
     for step in range(2):
@@ -49,7 +47,7 @@ def test_it_tells_what_an_audit_in_the_loop_tells(capfd: pytest.CaptureFixture[s
     assert page == [*str(report).splitlines(), "judged: update 3, and NaN in updates 1 to 3; --updates N goes further"]
 
 
-def on_two_ranks(name: str) -> list[str]:
+def on_two_ranks(name):
     return [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", *script(name)[1:]]
 
 
@@ -61,7 +59,7 @@ def on_two_ranks(name: str) -> list[str]:
         ("root_of_zero", 3, "1.bias", "its gradient is NaN or infinite, first at update 3, and the loss was finite"),
     ],
 )
-def test_the_first_number_that_is_not_finite_is_wrong(name: str, updates: int, where: str, what: str) -> None:
+def test_the_first_number_that_is_not_finite_is_wrong(name, updates, where, what):
     report = audit_forked(name, updates).report
     (wrong, *others) = report.warnings
     assert (wrong.harms, wrong.where, wrong.what[: len(what)]) == (True, where, what)
@@ -69,7 +67,7 @@ def test_the_first_number_that_is_not_finite_is_wrong(name: str, updates: int, w
 
 
 @pytest.mark.parametrize("name", ["each_alone", "never_met", "averaging"])
-def test_ranks_that_train_models_of_their_own_are_told(name: str) -> None:
+def test_ranks_that_train_models_of_their_own_are_told(name):
     seen = audit_forked(name, 2, ranks=2)
     apart = [one.where for one in seen.report.warnings if "differs between the 2 ranks" in one.what]
     assert apart == ([] if name == "averaging" else ["0.weight, 1.weight, 1.bias"])
@@ -77,7 +75,7 @@ def test_ranks_that_train_models_of_their_own_are_told(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["never_synced", "inner_called", "last_synced"])
-def test_replicas_that_ddp_does_not_average_are_wrong(name: str) -> None:
+def test_replicas_that_ddp_does_not_average_are_wrong(name):
     seen = audit_forked(name, 2, ranks=2)
     right = name == "last_synced"
     apart = [str(one) for one in seen.report.warnings if "that DistributedDataParallel keeps equal" in one.what]
@@ -87,20 +85,20 @@ def test_replicas_that_ddp_does_not_average_are_wrong(name: str) -> None:
     assert wires == {"f" if right else "?"}
 
 
-def test_an_attempt_that_overflows_is_watched_anew_on_all_ranks() -> None:
+def test_an_attempt_that_overflows_is_watched_anew_on_all_ranks():
     seen = audit_script(on_two_ranks("overflowing"), 3)
     assert (seen.ranks, seen.report.loss_scale, seen.report.warnings) == (2, 2.0**10, [])
     wires = {row.dtypes["wire"] for row in seen.report.rows}
     assert wires == {"fp32"}
 
 
-def test_gradients_that_come_with_the_closure_are_seen() -> None:
+def test_gradients_that_come_with_the_closure_are_seen():
     report = audit_forked("by_closure", 2).report
     assert report.warnings == []
     assert {row.dtypes["gradient"] for row in report.rows} == {"fp32"}
 
 
-def test_optimizers_take_turns_and_the_one_that_waits_is_not_judged() -> None:
+def test_optimizers_take_turns_and_the_one_that_waits_is_not_judged():
     seen = audit_forked("in_turns", 3)
     assert [row.name for row in seen.report.rows] == [
         "Sequential0.0.weight",
@@ -114,45 +112,45 @@ def test_optimizers_take_turns_and_the_one_that_waits_is_not_judged() -> None:
     assert wrong.where.startswith("Sequential1.")
 
 
-def test_the_parameters_of_an_optimizer_that_waits_are_counted(capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_parameters_of_an_optimizer_that_waits_are_counted(capfd):
     with mock.patch.object(subprocess, "Popen", ForkedScript):
         assert main(["audit", "--", "in_turns", "1"]) == 0
     assert "the optimizer of 3 parameter(s) made no step meanwhile: not judged" in capfd.readouterr().err
 
 
-def test_an_optimizer_that_is_made_anew_is_audited_from_its_second_update() -> None:
+def test_an_optimizer_that_is_made_anew_is_audited_from_its_second_update():
     report = audit_forked("by_epochs", 3).report
     assert report.warnings == []
     assert {row.lost is None for row in report.rows} == {False}
 
 
-def test_masters_whose_values_come_behind_the_step_are_found() -> None:
+def test_masters_whose_values_come_behind_the_step_are_found():
     report = audit_forked("masters_by_hand", 2).report
     assert report.warnings == []
     assert {row.dtypes["master"] for row in report.rows} == {"fp32"}
 
 
-def test_a_parameter_that_is_not_held_accuses_no_other_one_and_another_model_is_not_trained() -> None:
+def test_a_parameter_that_is_not_held_accuses_no_other_one_and_another_model_is_not_trained():
     report = audit_forked("partly_held", 2).report
     (wrong,) = report.warnings
     assert (wrong.where, wrong.what[:20]) == ("1.weight", "requires a gradient,")
     assert {row.name for row in report.rows} == {"0.weight", "1.weight", "1.bias"}
 
 
-def test_an_evaluation_between_updates_is_no_part_of_them() -> None:
+def test_an_evaluation_between_updates_is_no_part_of_them():
     report = audit_forked("evaluating", 2).report
     assert {row.dtypes["compute"] for row in report.rows} == {"fp32"}
 
 
-def test_many_micro_batches_are_no_sign_of_updates_by_hand() -> None:
+def test_many_micro_batches_are_no_sign_of_updates_by_hand():
     assert audit_forked("accumulating", 3).report.warnings == []
 
 
-def test_a_backward_pass_from_an_edge_of_the_graph_is_let_through() -> None:
+def test_a_backward_pass_from_an_edge_of_the_graph_is_let_through():
     assert audit_forked("from_an_edge", 2).report.warnings == []
 
 
-def test_what_a_compiled_function_computes_with_is_unknown() -> None:
+def test_what_a_compiled_function_computes_with_is_unknown():
     report = audit_forked("compiled_step", 2).report
     assert {row.dtypes[column][0] for row in report.rows for column in ("compute", "gradient")} == {"?"}
 
@@ -170,7 +168,7 @@ def test_what_a_compiled_function_computes_with_is_unknown() -> None:
         ("loose_tensor", "no nn.Module holds what the optimizer moves"),
     ],
 )
-def test_where_it_cannot_see_it_says_why(name: str, why: str) -> None:
+def test_where_it_cannot_see_it_says_why(name, why):
     with pytest.raises(ValueError, match=why):
         audit_forked(name, 3)
 
@@ -183,12 +181,12 @@ def test_where_it_cannot_see_it_says_why(name: str, why: str) -> None:
         ([sys.executable, "-c", "raise SystemExit(3)"], "ended with status 3 before its update 3"),
     ],
 )
-def test_a_command_that_ends_too_early_is_told_why(command: list[str], why: str) -> None:
+def test_a_command_that_ends_too_early_is_told_why(command, why):
     with pytest.raises(ValueError, match=why):
         audit_script(command, 3)
 
 
-def test_a_script_that_trains_by_the_engine_is_told_of_the_audit_for_it(tmp_path: Path) -> None:
+def test_a_script_that_trains_by_the_engine_is_told_of_the_audit_for_it(tmp_path):
     program = tmp_path / "program.py"
     text = """
         import torch, megamix
@@ -202,14 +200,14 @@ def test_a_script_that_trains_by_the_engine_is_told_of_the_audit_for_it(tmp_path
         audit_script([sys.executable, str(program)], 2)
 
 
-def test_another_sitecustomize_still_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_sitecustomize_still_runs(tmp_path, monkeypatch):
     (tmp_path / "sitecustomize.py").write_text("import builtins\nbuiltins.told = 5\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with pytest.raises(ValueError, match="ended with status 5"):
         audit_script([sys.executable, "-c", "raise SystemExit(told)"], 3)
 
 
-def test_a_script_ends_with_its_audit() -> None:
+def test_a_script_ends_with_its_audit():
     script = "import time; print('begun', flush=True); time.sleep(600)"
     command = [sys.executable, "-m", "megamix", "audit", "--", sys.executable, "-c", script]
     audit = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -230,9 +228,7 @@ def test_a_script_ends_with_its_audit() -> None:
         (["plan", "job.toml", "--", "python", "x.py"], "plan runs no command, got -- python x.py"),
     ],
 )
-def test_a_wrong_command_line_is_one_message(
-    arguments: list[str], why: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_command_line_is_one_message(arguments, why, capsys):
     try:
         status = main(arguments)
     except SystemExit as error:

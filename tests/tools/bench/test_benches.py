@@ -5,41 +5,28 @@ and each bench from end to end at a tiny size.
 import json
 import os
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
 from megamix.cli import main
 from megamix.tools.bench import benches, startup_bench, train_bench, update_bench
-from megamix.tools.bench.ranks import Settings, Side, Turn
-from megamix.tools.bench.report import Goal, Result, machine_line
-from megamix.tools.bench.sides import Work
+from megamix.tools.bench.ranks import Settings, Turn
+from megamix.tools.bench.report import Result, machine_line
 from megamix.tools.bench.startup_bench import startup
 from megamix.tools.bench.train_bench import LAYOUTS, Measured, layout, train
-from megamix.tools.bench.update_bench import (
-    AFTER,
-    BY_HAND,
-    CASTS,
-    COMPILED,
-    COPY,
-    LIBRARY,
-    STATS,
-    UpdateRank,
-    update,
-)
+from megamix.tools.bench.update_bench import AFTER, BY_HAND, CASTS, COMPILED, COPY, LIBRARY, STATS, UpdateRank, update
 from tests.conftest import FULL
 from tests.tools.bench.tiny import MODEL, WORK, fork_ranks
 
 TINY = Settings(work=WORK, rounds=1, ranks=1)
 
 
-def _measured(tokens_per_s: list[float], peak_live_bytes: int = 100) -> Measured:
+def _measured(tokens_per_s, peak_live_bytes=100):
     return Measured(
         tokens_per_s,
         [1.0] * len(tokens_per_s),
@@ -50,11 +37,11 @@ def _measured(tokens_per_s: list[float], peak_live_bytes: int = 100) -> Measured
     )
 
 
-def _figures(goals: list[Goal]) -> list[tuple[str, float, bool]]:
+def _figures(goals):
     return [(goal.text, round(goal.value, 4), goal.met) for goal in goals]
 
 
-def test_a_step_takes_as_long_as_its_slowest_rank() -> None:
+def test_a_step_takes_as_long_as_its_slowest_rank():
     rounds = [[Turn(0.5, 3.0, 0.0, 0.5, {"update": 1.0}, 7), Turn(0.25, 4.0, 0.0, 1.0, {"update": 2.0}, 6)]]
     settings = replace(TINY, ranks=2)
     measured = train_bench._measured(rounds, 8, settings)
@@ -63,7 +50,7 @@ def test_a_step_takes_as_long_as_its_slowest_rank() -> None:
 
 
 # Made-up tokens/s and peak live bytes of each side, and the bench's goals for them.
-JUDGED: dict[str, tuple[Callable[[], Result], dict[str, Measured], list[tuple[str, float, bool]]]] = {
+JUDGED = {
     "train": (
         lambda: train(TINY),
         {
@@ -109,11 +96,11 @@ JUDGED: dict[str, tuple[Callable[[], Result], dict[str, Measured], list[tuple[st
 
 
 @pytest.mark.parametrize("name", JUDGED)
-def test_goals_are_over_the_peer_that_comes_nearest(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_goals_are_over_the_peer_that_comes_nearest(monkeypatch, name):
     bench, rounds, goals = JUDGED[name]
-    seen: list[Settings] = []
+    seen = []
 
-    def measure(sides: list[Side], settings: Settings) -> dict[str, Measured]:
+    def measure(sides, settings):
         seen.append(settings)
         return {side.name: rounds[side.name] for side in sides}
 
@@ -122,9 +109,7 @@ def test_goals_are_over_the_peer_that_comes_nearest(monkeypatch: pytest.MonkeyPa
     assert seen == [Settings(work=LAYOUTS[name].work, rounds=3, ranks=2) if name in LAYOUTS else TINY]
 
 
-def test_benches_run_from_end_to_end_and_leave_lines_of_json(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_benches_run_from_end_to_end_and_leave_lines_of_json(tmp_path, capsys, monkeypatch):
     output = tmp_path / "bench.jsonl"
     if not FULL:
         fork_ranks(monkeypatch)
@@ -153,9 +138,9 @@ def test_benches_run_from_end_to_end_and_leave_lines_of_json(
     assert machine_line(lines[1]["machine"]) in printed
 
 
-def test_a_reader_that_has_seen_enough_ends_the_benches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    result: Any = SimpleNamespace(json_line=lambda machine: "{}", text=lambda: "one")
-    bench: Any = lambda settings: result  # noqa: E731
+def test_a_reader_that_has_seen_enough_ends_the_benches(tmp_path, monkeypatch):
+    result = SimpleNamespace(json_line=lambda machine: "{}", text=lambda: "one")
+    bench = lambda settings: result  # noqa: E731
     ours, theirs = os.pipe()
     os.close(ours)
     with open(theirs, "w") as nobody_reads:
@@ -164,10 +149,10 @@ def test_a_reader_that_has_seen_enough_ends_the_benches(tmp_path: Path, monkeypa
     assert [json.loads(line).get("bench") for line in (tmp_path / "bench.jsonl").open()] == ["one", None]
 
 
-def test_startup_fills_the_cache_before_it_finds_it_full(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_startup_fills_the_cache_before_it_finds_it_full(monkeypatch):
     real, starts = startup_bench._seconds_to_first_step, []
 
-    def seconds(side: Side, work: Work, environment: dict[str, str], world_size: int) -> float:
+    def seconds(side, work, environment, world_size):
         starts.append((side.build, work, environment))
         return real(side, work, environment, world_size) if side.name == "ddp" else 10.0
 
@@ -183,7 +168,7 @@ def test_startup_fills_the_cache_before_it_finds_it_full(monkeypatch: pytest.Mon
     assert not Path(cold[2]["TORCHINDUCTOR_CACHE_DIR"]).exists()  # the bench removed its own folder
 
 
-def test_update_goals_are_ratios_of_rates() -> None:
+def test_update_goals_are_ratios_of_rates():
     seconds = {COPY: [9.0, 9.0], COMPILED: [10.0, 10.0], CASTS: [13.0, 13.0], STATS: [4.0, 4.0], LIBRARY: [12.0, 12.0]}
     assert _figures([*update_bench._goals((1, "bf16"), seconds)]) == [
         ("compiled update's rate over the copy's (bf16, 1 thread(s))", 0.9, True),
@@ -193,7 +178,7 @@ def test_update_goals_are_ratios_of_rates() -> None:
     ]
 
 
-def test_the_bytes_of_an_update_are_those_of_its_tensors() -> None:
+def test_the_bytes_of_an_update_are_those_of_its_tensors():
     for name, (dtype, optimizer) in update_bench.KINDS.items():
         rank = UpdateRank(replace(WORK, dtype=dtype), optimizer)
         once, twice = [], []  # bytes read or written once, and bytes read and written
@@ -209,7 +194,7 @@ def test_the_bytes_of_an_update_are_those_of_its_tensors() -> None:
         assert row[1:3] == ("1.000 [1.000, 1.000]", f"{bytes_a_param}.0 [{bytes_a_param}.0, {bytes_a_param}.0]")
 
 
-def test_the_compiled_update_is_timed_beside_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_compiled_update_is_timed_beside_the_others(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)  # speed is not tested here
     rank = UpdateRank(replace(WORK, compile_update=True), calls=1)
     before = [bucket.master.clone() for bucket in rank._buckets]
@@ -226,14 +211,12 @@ def test_the_compiled_update_is_timed_beside_the_others(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(("what", "flags"), [("step", ["--json"]), ("all", [])])
-def test_the_verb_runs_what_it_names(
-    what: str, flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ran: list[tuple[str, int]] = []
+def test_the_verb_runs_what_it_names(what, flags, tmp_path, capsys, monkeypatch):
+    ran = []
     names = ["update", "train", "step", "host", "startup"]
     for name in names:
 
-        def bench(settings: Any, name: str = name, **_: Any) -> Result:
+        def bench(settings, name=name, **_):
             ran.append((name, settings.rounds))
             return Result(name, {}, {}, ("side",), [])
 
@@ -250,9 +233,7 @@ def test_the_verb_runs_what_it_names(
     assert [f"megamix bench {name}" in printed for name in want] == [not flags] * len(want)
 
 
-def test_gpus_that_torch_does_not_see_are_not_measured(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gpus_that_torch_does_not_see_are_not_measured(capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for what in ("train", "all"):
         assert main(["bench", what, "--device", "cuda"]) == 2

@@ -35,7 +35,7 @@ TINY = Settings(work=replace(WORK, lr=1e-3), rounds=1)
 
 
 @pytest.mark.uncounted
-def test_the_bench_runs_from_end_to_end_and_all_sides_train_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bench_runs_from_end_to_end_and_all_sides_train_the_same(monkeypatch):
     fork_ranks(monkeypatch)
     result = host(TINY, layers=4, width=8, steps=1)
     assert set(result.raw) == {ALONE, JOINED, SHALLOW, HALF, CUT, TWO}
@@ -53,7 +53,7 @@ def test_the_bench_runs_from_end_to_end_and_all_sides_train_the_same(monkeypatch
     assert len(result.goals) == 5
 
 
-def test_cases_differ_in_one_thing_each() -> None:
+def test_cases_differ_in_one_thing_each():
     tensors, units = {}, {}
     for sitting in sittings(Work(), 48, 32):
         for case, work in sitting.cases.items():
@@ -66,19 +66,19 @@ def test_cases_differ_in_one_thing_each() -> None:
     assert units[JOINED] == units[SHALLOW] == 12
 
 
-def test_a_side_joins_no_units_and_its_engine_alone() -> None:
+def test_a_side_joins_no_units_and_its_engine_alone():
     work = replace(TINY.work, model=small_model(8, 16))
     joined, unjoined = Ours(work, shard="parameters"), Unjoined(work)
     assert len(unjoined.engine.buckets) > 16 > len(joined.engine.buckets)
     assert len(Ours(work, shard="parameters").engine.buckets) == len(joined.engine.buckets)
 
 
-def _made_up(layers: int, tensors: int, **cpu_ms: list[float]) -> HostCase:
+def _made_up(layers, tensors, **cpu_ms):
     settings = Settings(work=Work(model=small_model(8, layers)))
     return HostCase(settings, tensors, {BARE: [10.0, 20.0], **cpu_ms}, {name: First([], 0) for name in (BARE, *cpu_ms)})
 
 
-def test_a_cost_is_what_two_cases_differ_in() -> None:
+def test_a_cost_is_what_two_cases_differ_in():
     measured = {
         ALONE: _made_up(8, 100, parameters=[22.0, 36.0], ddp=[15.0, 28.0]),
         JOINED: _made_up(8, 100, parameters=[16.0, 24.0], ddp=[15.0, 28.0]),
@@ -107,20 +107,20 @@ def test_a_cost_is_what_two_cases_differ_in() -> None:
     ]
 
 
-def test_a_turn_is_taken_by_each_side_in_rotated_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    called: list[tuple[str, str]] = []
+def test_a_turn_is_taken_by_each_side_in_rotated_order(monkeypatch):
+    called = []
 
     class Pool:
-        def __init__(self, name: str):
+        def __init__(self, name):
             self.name = name
 
-        def __enter__(self) -> "Pool":
+        def __enter__(self):
             return self
 
-        def __exit__(self, *_: object) -> None:
+        def __exit__(self, *_):
             pass
 
-        def call(self, function: object, case: str, *args: int) -> list[object]:
+        def call(self, function, case, *args):
             if args:
                 return [First([1.0], 2), First([1.0], 2)]
             called.append((case, self.name))

@@ -1,8 +1,6 @@
 """Ours and torch alone train the same thing on a layout, and tokens of a model that several ranks share count once."""
 
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -10,7 +8,7 @@ import torch.distributed as dist
 
 from megamix.cli import main
 from megamix.tools.bench import benches
-from megamix.tools.bench.ranks import Settings, Side, TrainRank, Turn
+from megamix.tools.bench.ranks import Settings, TrainRank, Turn
 from megamix.tools.bench.report import Result
 from megamix.tools.bench.train_bench import LAYOUTS, _measured
 from tests.tools.bench.tiny import MODEL, WORK
@@ -19,12 +17,12 @@ UNTIED = replace(WORK, model=MODEL.model_copy(update={"tie_embeddings": False}),
 SMALL = {"tp2": UNTIED, "pp2": replace(UNTIED, micro_batches=4), "cp2": UNTIED}
 
 
-def _sides(name: str) -> list[Side]:
+def _sides(name):
     bench = LAYOUTS[name]
     return [bench.ours, *bench.peers, *bench.others]
 
 
-def _losses(name: str, dtype: torch.dtype, steps: int) -> dict[str, list[float]]:
+def _losses(name, dtype, steps):
     traces = {}
     for side in _sides(name):
         losses = torch.tensor(TrainRank(side, replace(SMALL[name], dtype=dtype)).losses(steps), dtype=torch.float64)
@@ -34,7 +32,7 @@ def _losses(name: str, dtype: torch.dtype, steps: int) -> dict[str, list[float]]
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_all_sides_of_a_layout_agree_on_the_losses(name: str, run_ranks) -> None:
+def test_all_sides_of_a_layout_agree_on_the_losses(name, run_ranks):
     traces, other = run_ranks(_losses, 2, name, torch.float32, 4)
     assert traces == other
     for side, losses in traces.items():
@@ -44,16 +42,16 @@ def test_all_sides_of_a_layout_agree_on_the_losses(name: str, run_ranks) -> None
         assert losses == pytest.approx(traces["ours"][:3], abs=2e-2), side
 
 
-def test_ranks_that_share_a_model_count_its_tokens_once() -> None:
+def test_ranks_that_share_a_model_count_its_tokens_once():
     settings = Settings(work=SMALL["pp2"], rounds=1, ranks=2)
     measured = _measured([[Turn(0.5, 3.0, 0.0, 0.5, {}, 7), Turn(0.25, 4.0, 0.0, 1.0, {}, 7)]], 8, settings)
     assert measured.tokens_per_s == [256.0]  # 4 micro-batches x 2 sequences x 16 tokens in half a second
 
 
-def test_a_layout_is_a_flag_of_bench_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ran: list[Any] = []
+def test_a_layout_is_a_flag_of_bench_train(tmp_path, monkeypatch):
+    ran = []
 
-    def bench(name: str, settings: Settings) -> Result:
+    def bench(name, settings):
         ran.append((name, settings.rounds))
         return Result(name, {}, {}, ("side",), [])
 

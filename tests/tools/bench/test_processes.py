@@ -9,7 +9,7 @@ from megamix.tools.ranks import RankFailure
 from tests.tools.bench.tiny import Adder, fork_ranks, unbuildable
 
 
-def test_ranks_keep_their_object_between_calls_and_know_each_other() -> None:
+def test_ranks_keep_their_object_between_calls_and_know_each_other():
     settings = {"MEGAMIX_ADDER": "yes"}
     with start_ranks("adders", partial(Adder, 5), world_size=2, threads=1, environment=settings) as ranks:
         assert ranks.call(Adder.add, 2) == [7, 7]
@@ -23,7 +23,7 @@ def test_ranks_keep_their_object_between_calls_and_know_each_other() -> None:
             ranks.call(Adder.fail_on_rank, 1)
 
 
-def test_a_side_that_cannot_be_built_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_side_that_cannot_be_built_is_named(monkeypatch):
     fork_ranks(monkeypatch)
     with pytest.raises(RankFailure, match=r"broken: rank 0: Traceback(.|\n)*LookupError: nothing to build"):
         start_ranks("broken", unbuildable).call(Adder.add, 1)

@@ -2,7 +2,6 @@
 
 import importlib.metadata
 import json
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -25,18 +24,18 @@ from megamix.tools.bench.report import (
 @pytest.mark.parametrize(
     ("value", "at_least", "met"), [(1.05, True, True), (1.04, True, False), (1.05, False, True), (1.06, False, False)]
 )
-def test_a_goal_is_met_at_its_bound_and_on_the_right_side_of_it(value: float, at_least: bool, met: bool) -> None:
+def test_a_goal_is_met_at_its_bound_and_on_the_right_side_of_it(value, at_least, met):
     goal = Goal("speed", value, 1.05, at_least)
     assert goal.met is met
     assert goal.line().startswith("met " if met else "MISSED ")
 
 
-def test_a_goal_shows_figure_quartiles_and_bound() -> None:
+def test_a_goal_shows_figure_quartiles_and_bound():
     goal = Goal("tokens/s over ddp", Spread(1.0, 1.1, 1.25), 1.05)
     assert goal.line() == "met    1.100 [1.000, 1.250] >= 1.05  tokens/s over ddp"
 
 
-def test_numbers_stand_in_columns() -> None:
+def test_numbers_stand_in_columns():
     assert table(("side", "ms"), [("ours", "1.0"), ("the other", "10.0")]) == [
         "side         ms",
         "ours        1.0",
@@ -45,7 +44,7 @@ def test_numbers_stand_in_columns() -> None:
     assert show(Spread(1.04, 1.25, 2.0), 1) == "1.2 [1.0, 2.0]"
 
 
-def test_every_line_of_the_file_is_json_with_all_rounds_and_versions(tmp_path: Path) -> None:
+def test_every_line_of_the_file_is_json_with_all_rounds_and_versions(tmp_path):
     raw = {"ours": {"tokens_per_s": [1.0, 2.0]}}
     result = Result("train", {"rounds": 2}, raw, ("side",), [("ours",)], [Goal("speed", 1.0, 2.0)], ["a note"])
     machine = describe_machine()
@@ -62,8 +61,8 @@ def test_every_line_of_the_file_is_json_with_all_rounds_and_versions(tmp_path: P
     assert "MISSED 1.000 >= 2  speed\na note" in result.text()
 
 
-def test_a_checkout_that_is_not_installed_has_a_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    def not_found(package: str) -> str:
+def test_a_checkout_that_is_not_installed_has_a_report(monkeypatch):
+    def not_found(package):
         raise importlib.metadata.PackageNotFoundError(package)
 
     monkeypatch.setattr(importlib.metadata, "version", not_found)
@@ -78,7 +77,7 @@ def test_a_checkout_that_is_not_installed_has_a_report(monkeypatch: pytest.Monke
         ({"fp16_units": True, "bf16_units": True}, "AVX2, FP16 and BF16 units, BF16 products wide"),
     ],
 )
-def test_the_kind_of_a_machine_is_told(found: dict[str, bool], said: str) -> None:
+def test_the_kind_of_a_machine_is_told(found, said):
     told = {"cpu": "Fast CPU", "cores": 2, "vector_units": "AVX2", "bf16_products": "wide", "load": 0.25, "torch": "2"}
     assert machine_line(describe_machine() | told | found).startswith(
         f"on Fast CPU, 2 cores: {said}; load 0.2, torch 2"
@@ -94,24 +93,24 @@ def test_the_kind_of_a_machine_is_told(found: dict[str, bool], said: str) -> Non
         ([1.0, 2.0, 3.0, 4.0], Spread(1.75, 2.5, 3.25)),
     ],
 )
-def test_median_between_its_quartiles(values: list[float], want: Spread) -> None:
+def test_median_between_its_quartiles(values, want):
     assert spread(values) == want
 
 
-def test_gpus_are_the_machine_where_they_computed() -> None:
+def test_gpus_are_the_machine_where_they_computed():
     cards = {"device": "NVIDIA H200", "cards": 8, "cpu": "Fast CPU", "cores": 96, "load": 0.25, "cuda": "13.0"}
     assert machine_line(describe_machine() | cards | {"torch": "2.13.0"}) == (
         "on 8 NVIDIA H200, beside 96 cores of Fast CPU; load 0.2, torch 2.13.0, CUDA 13.0"
     )
 
 
-def test_a_slow_round_cancels_in_a_paired_ratio() -> None:
+def test_a_slow_round_cancels_in_a_paired_ratio():
     # The machine is ten times slower in the second round, for both sides.
     assert paired_ratio([20.0, 2.0, 20.0], [10.0, 1.0, 10.0]) == Spread(2.0, 2.0, 2.0)
     assert paired_ratio([1.0, 6.0, 2.0], [1.0, 2.0, 1.0]) == Spread(1.5, 2.0, 2.5)
 
 
-def test_each_round_tells_the_time_left(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_round_tells_the_time_left(monkeypatch, capsys):
     now_s = iter([100.0, 100.0, 130.0, 170.0])  # the start, and each round's begin
     monkeypatch.setattr(report, "time", SimpleNamespace(monotonic=lambda: next(now_s)))
     assert [*report.rounds_told(3)] == [0, 1, 2]
@@ -119,6 +118,6 @@ def test_each_round_tells_the_time_left(monkeypatch: pytest.MonkeyPatch, capsys:
     assert capsys.readouterr().err.splitlines() == told
 
 
-def test_rounds_that_do_not_pair_are_refused() -> None:
+def test_rounds_that_do_not_pair_are_refused():
     with pytest.raises(ValueError, match="shorter"):
         paired_ratio([1.0, 2.0], [1.0])

@@ -3,7 +3,6 @@
 import os
 from dataclasses import replace
 from functools import partial
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -16,7 +15,7 @@ from megamix.machine import CPU_HALVES
 from megamix.mixed_precision.muon import Muon
 from megamix.tools.bench import train_bench
 from megamix.tools.bench.ranks import Side, TrainRank
-from megamix.tools.bench.sides import Ddp, ForwardBackward, Fsdp, Ours, Work, Zero, how_multiplied, plain
+from megamix.tools.bench.sides import Ddp, ForwardBackward, Fsdp, Ours, Zero, how_multiplied, plain
 from tests.distributed.late_gather import late_gathers
 from tests.tools.bench.tiny import WORK
 
@@ -33,7 +32,7 @@ HALF = {name: SIDES[name] for name in ("ours", "parameters", "ddp", "zero", "fsd
 FP16 = {name: SIDES[name] for name in ("ours", "ddp", "fsdp2")}
 
 
-def _losses(builds: dict[str, Any], steps: int, dtype: torch.dtype | None = None) -> dict[str, list[float]]:
+def _losses(builds, steps, dtype=None):
     """Return the mean over the ranks, which is the number that all of them minimise."""
     traces = {}
     for name, build in builds.items():
@@ -44,7 +43,7 @@ def _losses(builds: dict[str, Any], steps: int, dtype: torch.dtype | None = None
     return traces
 
 
-def test_all_sides_agree_on_the_losses_in_fp32(run_ranks) -> None:
+def test_all_sides_agree_on_the_losses_in_fp32(run_ranks):
     traces, other = run_ranks(_losses, 2, SIDES, 4, torch.float32)
     assert traces == other
     for name, losses in traces.items():
@@ -52,14 +51,14 @@ def test_all_sides_agree_on_the_losses_in_fp32(run_ranks) -> None:
     assert abs(traces["ours"][3] - traces["ours"][0]) > 1e-3  # otherwise a side that never updates would agree as well
 
 
-def test_all_sides_train_in_half_precision_to_nearly_the_same_losses(run_ranks) -> None:
+def test_all_sides_train_in_half_precision_to_nearly_the_same_losses(run_ranks):
     truth = run_ranks(_losses, 2, {"ours": Ours}, 3, torch.float32)[0]["ours"]
     for builds, dtype in ((HALF, torch.bfloat16), (FP16, torch.float16)):
         for name, losses in run_ranks(_losses, 2, builds, 3, dtype)[0].items():
             assert losses == pytest.approx(truth, abs=2e-2), (name, dtype)
 
 
-def _turns() -> list[Any]:
+def _turns():
     ours = TrainRank(Side("ours", Ours, steps=2), WORK)
     alone = TrainRank(Side("alone", ForwardBackward, steps=2, warm_up_steps=0), WORK)
     turns = [ours.turn(), alone.turn()]
@@ -67,7 +66,7 @@ def _turns() -> list[Any]:
     return [*turns, ours._step, alone._step, grads]
 
 
-def test_a_turn_times_its_steps_after_the_warm_up(run_ranks) -> None:
+def test_a_turn_times_its_steps_after_the_warm_up(run_ranks):
     ours, alone, ours_steps, alone_steps, grads = run_ranks(_turns, 2)[0]
     assert (ours_steps, alone_steps) == (3, 2)
     assert {"update", "exposed_reduce_scatter"} <= set(ours.details_ms)
@@ -80,7 +79,7 @@ def test_a_turn_times_its_steps_after_the_warm_up(run_ranks) -> None:
     assert ours.max_rss_bytes > 50e6  # torch alone is larger
 
 
-def _under_way() -> tuple[int, int]:
+def _under_way():
     """Return the number of gathers that nobody has awaited yet: after a step, and after a turn."""
     rank = TrainRank(Side("ours", Ours), WORK)
     with late_gathers() as begun:
@@ -90,11 +89,11 @@ def _under_way() -> tuple[int, int]:
     return after_step, sum(not gather.done for gather in begun)
 
 
-def test_a_side_takes_no_traffic_into_the_next_sides_turn(run_ranks) -> None:
+def test_a_side_takes_no_traffic_into_the_next_sides_turn(run_ranks):
     assert run_ranks(_under_way, 2) == [(1, 0), (1, 0)]
 
 
-def _peaks() -> dict[str, int]:
+def _peaks():
     rank = {name: TrainRank(Side(name, build), replace(WORK, compile_update=True)) for name, build in PEAKS.items()}
     return {name: rank[name].peak_live_bytes(2) for name in rank}
 
@@ -102,7 +101,7 @@ def _peaks() -> dict[str, int]:
 PEAKS = {"ours": Ours, "ddp": Ddp, "zero": Zero, "fsdp2": Fsdp, "alone": ForwardBackward}
 
 
-def test_peak_live_bytes_are_counted_on_every_side(run_ranks) -> None:
+def test_peak_live_bytes_are_counted_on_every_side(run_ranks):
     params = sum(param.numel() for param in ForwardBackward(WORK).model.parameters())
     for peaks in run_ranks(_peaks, 2):
         assert peaks["alone"] > 4 * params  # half weights and gradients
@@ -117,17 +116,17 @@ def test_peak_live_bytes_are_counted_on_every_side(run_ranks) -> None:
 class _Products(TorchDispatchMode):
     """Mode that notes the dtypes of matrix products' inputs."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.dtypes: set[torch.dtype] = set()
+        self.dtypes = set()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.overloadpacket.__name__ in ("mm", "addmm", "addmm_", "bmm", "baddbmm", "linear"):
             self.dtypes |= {arg.dtype for arg in args if isinstance(arg, Tensor)}
         return func(*args, **(kwargs or {}))
 
 
-def _products(builds: dict[str, Any], work: Work) -> dict[str, set[torch.dtype]]:
+def _products(builds, work):
     found = {}
     for name, build in builds.items():
         with mock.patch.dict(os.environ, {CPU_HALVES: "wide"}), _Products() as products:
@@ -136,7 +135,7 @@ def _products(builds: dict[str, Any], work: Work) -> dict[str, set[torch.dtype]]
     return found
 
 
-def test_plain_torch_multiplies_in_half_alone_where_blocks_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_torch_multiplies_in_half_alone_where_blocks_are_compiled(monkeypatch):
     monkeypatch.setenv(CPU_HALVES, "native")
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     work = replace(WORK, model=WORK.model.model_copy(update={"compile": True}))
@@ -148,7 +147,7 @@ def test_plain_torch_multiplies_in_half_alone_where_blocks_are_compiled(monkeypa
     )
 
 
-def test_without_bf16_arithmetic_no_side_multiplies_in_bf16(run_ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_bf16_arithmetic_no_side_multiplies_in_bf16(run_ranks, monkeypatch):
     monkeypatch.setenv(CPU_HALVES, "wide")
     sides = HALF | {"forward and backward": ForwardBackward, "muon": partial(Ours, optimizer=Muon)}
     for layout, bench in train_bench.LAYOUTS.items():

@@ -5,9 +5,6 @@ do; goals compare the time beyond forward and backward.
 import time
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
-
-import pytest
 
 from megamix.tools.bench import step_bench
 from megamix.tools.bench.ranks import Settings, Side, TrainRank
@@ -39,11 +36,11 @@ from megamix.tools.bench.step_bench import (
 from tests.tools.bench.tiny import WORK, fork_ranks
 
 
-def test_each_moment_goes_to_one_part(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_moment_goes_to_one_part(monkeypatch):
     now, cpu = 10.0, 1.0
     monkeypatch.setattr(time, "perf_counter", lambda: now)
     monkeypatch.setattr(time, "thread_time", lambda: cpu)
-    clock: Any = SimpleNamespace(read=dict)
+    clock = SimpleNamespace(read=dict)
     watch = Stopwatch(clock)
     for seconds, part, rest, spans in (
         (4.0, FORWARD, "", {"exposed_all_gather": 1.0}),
@@ -72,8 +69,8 @@ def test_each_moment_goes_to_one_part(monkeypatch: pytest.MonkeyPatch) -> None:
 BUILDS = {shard: partial(Ours, shard=shard) for shard in SHARDS} | {DDP: Ddp, RESHARDED: Fsdp}
 
 
-def _turns() -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def _turns():
+    found = {}
     for name, build in BUILDS.items():
         watched = TrainRank(Side(name, partial(Timed, build=build), steps=2), WORK)
         found[name] = watched.turn(), watched.losses(2), TrainRank(Side(name, build), WORK).losses(5)[3:]
@@ -81,7 +78,7 @@ def _turns() -> dict[str, Any]:
     return {**found, ALONE: (alone.turn(), [], [])}
 
 
-def test_the_parts_of_a_turn_leave_nothing_out_and_change_no_bit(run_ranks) -> None:
+def test_the_parts_of_a_turn_leave_nothing_out_and_change_no_bit(run_ranks):
     for found in run_ranks(_turns, 2):
         for name, (turn, watched, plain) in found.items():
             parts = turn.details_ms
@@ -97,7 +94,7 @@ def test_the_parts_of_a_turn_leave_nothing_out_and_change_no_bit(run_ranks) -> N
             assert all(ms > 0 for part, ms in parts.items() if part in (FORWARD, BACKWARD, HOOKS)), parts
 
 
-def test_the_bench_runs_from_end_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bench_runs_from_end_to_end(monkeypatch):
     fork_ranks(monkeypatch)
     result = step(Settings(work=WORK, rounds=1))
     assert [row[0] for row in result.rows[:-4]] == [*PARTS, WHOLE, *CPU.values(), OTHERS, PROCESSOR]
@@ -105,8 +102,8 @@ def test_the_bench_runs_from_end_to_end(monkeypatch: pytest.MonkeyPatch) -> None
     assert len(result.goals) == 4
 
 
-def test_goals_are_over_forward_and_backward_alone_in_the_same_round() -> None:
-    def rounds(*whole: float) -> list[dict[str, float]]:
+def test_goals_are_over_forward_and_backward_alone_in_the_same_round():
+    def rounds(*whole):
         return [{WHOLE: ms, PROCESSOR: 2 * ms} for ms in whole]
 
     parts = {

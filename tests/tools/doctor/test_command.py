@@ -2,13 +2,10 @@
 late check on a busy machine is not judged.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys
 import threading
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,14 +13,14 @@ import torch
 from megamix.cli import main
 from megamix.machine import num_cores
 from megamix.tools.doctor import cards, command, finding, host, measured
-from megamix.tools.doctor.finding import HANGS, Finding, not_here, run_check
+from megamix.tools.doctor.finding import HANGS, not_here, run_check
 from megamix.tools.ranks import LateRanks
 
 probe_torch = cards.probe_torch
 
 
 @pytest.fixture
-def sound(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def sound(monkeypatch, tmp_path):
     """Fake a sound machine without cards, and no time to measure it."""
     facts = {"torch": "2.13.0+cpu", "cuda": None, "nccl": "", "problem": "", "cards": [], "apart": []}
     probes = {
@@ -40,7 +37,7 @@ def sound(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("sound")
-def test_the_page_and_json_say_the_same(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_and_json_say_the_same(capsys, monkeypatch):
     assert main(["doctor", "--folder", "/runs"]) == 0
     *lines, last = capsys.readouterr().out.splitlines()
     assert "ok     file system     /runs: nothing refused (expected: nothing refused)" in lines
@@ -60,7 +57,7 @@ def test_the_page_and_json_say_the_same(capsys: pytest.CaptureFixture[str], monk
 
 
 @pytest.mark.usefixtures("sound")
-def test_named_checks_run_alone_and_an_unknown_name_lists_all(capsys: pytest.CaptureFixture[str]) -> None:
+def test_named_checks_run_alone_and_an_unknown_name_lists_all(capsys):
     assert main(["doctor", "--only", "disk,collectives", "--limit", "60"]) == 2
     said = capsys.readouterr().err
     assert "--only: got disk, known are cores, driver, torch, links, " in said
@@ -75,13 +72,11 @@ def test_named_checks_run_alone_and_an_unknown_name_lists_all(capsys: pytest.Cap
 
 
 @pytest.mark.usefixtures("sound")
-def test_a_check_whose_time_the_limit_cuts_is_not_judged(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given: list[float] = []
+def test_a_check_whose_time_the_limit_cuts_is_not_judged(capsys, monkeypatch):
+    given = []
     limits = {"compiled blocks": 60.0, "wire": 10.0, "train 3 M": 10.0}
 
-    def late(limit_s: float) -> None:
+    def late(limit_s):
         given.append(limit_s)
         raise LateRanks("rank 0: did not answer in time")
 
@@ -97,7 +92,7 @@ def test_a_check_whose_time_the_limit_cuts_is_not_judged(
     assert main(["doctor", "--only", "train 3 M", "--limit", "45"]) == 0  # a compiler may be slow
 
 
-def test_torch_tells_its_facts(capsys: pytest.CaptureFixture[str]) -> None:
+def test_torch_tells_its_facts(capsys):
     exec(cards._FACTS)
     facts = json.loads(capsys.readouterr().out)
     assert {*facts} == {"torch", "cuda", "nccl", "problem", "cards", "apart"}
@@ -106,9 +101,7 @@ def test_torch_tells_its_facts(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.usefixtures("sound")
-def test_nothing_is_measured_where_torch_does_not_load(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_measured_where_torch_does_not_load(capsys, monkeypatch):
     monkeypatch.setattr(sys, "executable", "false")
     monkeypatch.setattr(cards, "probe_torch", probe_torch)
     assert main(["doctor"]) == 1
@@ -118,10 +111,8 @@ def test_nothing_is_measured_where_torch_does_not_load(
 
 
 @pytest.mark.usefixtures("sound")
-def test_a_check_that_hangs_holds_up_neither_the_page_nor_the_end(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    end, ended = threading.Event(), list[int]()
+def test_a_check_that_hangs_holds_up_neither_the_page_nor_the_end(capsys, monkeypatch):
+    end, ended = threading.Event(), []
     monkeypatch.setattr(cards, "probe_torch", lambda: {"problem": "does not load"})
     monkeypatch.setattr(host, "probe_disk", lambda folder: end.wait() and None)
     monkeypatch.setattr(command, "_HOST_LIMIT_S", 0.5)  # the other checks look at nothing
@@ -140,9 +131,7 @@ def test_a_check_that_hangs_holds_up_neither_the_page_nor_the_end(
 
 
 @pytest.mark.usefixtures("sound")
-def test_a_port_that_is_no_number_is_a_finding(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_port_that_is_no_number_is_a_finding(capsys, monkeypatch):
     monkeypatch.setenv("NNODES", "2")
     monkeypatch.setenv("MASTER_PORT", "the usual one")
     assert main(["doctor"]) == 1
@@ -150,10 +139,8 @@ def test_a_port_that_is_no_number_is_a_finding(
 
 
 @pytest.mark.usefixtures("sound")
-def test_a_busy_machine_is_told_at_the_top_and_what_is_late_on_it_is_not_judged(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def late(folder: Path) -> None:
+def test_a_busy_machine_is_told_at_the_top_and_what_is_late_on_it_is_not_judged(capsys, monkeypatch):
+    def late(folder):
         raise LateRanks("rank 1: did not answer in time")
 
     cores = num_cores()
@@ -179,12 +166,12 @@ def test_a_busy_machine_is_told_at_the_top_and_what_is_late_on_it_is_not_judged(
     assert [line for line in lines if line.startswith("BROKEN answer file system LateRanks: ")]
 
 
-def test_a_slow_check_is_named_and_then_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_check_is_named_and_then_waited_for(monkeypatch):
     named = threading.Event()
     monkeypatch.setattr(finding, "_SILENT_S", 0.0)
     monkeypatch.setattr(finding, "say", lambda *_: named.set())
 
-    def slow() -> list[Finding]:
+    def slow():
         assert named.wait(60)
         return [not_here("disk", "it was slow")]
 

@@ -2,8 +2,6 @@
 Killed at any instant it leaves every finished result, and no process.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -52,7 +50,7 @@ sys.exit(first_light.run(Path(out), [part.name for part in parts], 60, on_gpu=Fa
 """
 
 
-def _processes_of(mark: str) -> list[str]:
+def _processes_of(mark):
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -64,22 +62,20 @@ def _processes_of(mark: str) -> list[str]:
     return found
 
 
-def _wait_for(what, limit_s: float = 20.0) -> bool:
+def _wait_for(what, limit_s=20.0):
     end_s = time.monotonic() + limit_s
     while not (done := what()) and time.monotonic() < end_s:
         time.sleep(0.02)
     return bool(done)
 
 
-def _rows(out: Path) -> list[dict]:
+def _rows(out):
     return [json.loads(line) for line in (out / RESULTS).read_text().splitlines()]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGINT])
 @pytest.mark.parametrize("seed", range(10 if FULL else 1))
-def test_killed_at_a_random_instant_it_leaves_every_finished_result_and_no_process(
-    tmp_path: Path, number: int, seed: int
-) -> None:
+def test_killed_at_a_random_instant_it_leaves_every_finished_result_and_no_process(tmp_path, number, seed):
     tells, told, out = tmp_path / "tells.py", tmp_path / "told", tmp_path / "out"
     tells.write_text(TELLS)
     told.mkdir()
@@ -99,9 +95,7 @@ def test_killed_at_a_random_instant_it_leaves_every_finished_result_and_no_proce
     assert len(before - kept) <= (2 if number == signal.SIGKILL else 0)
 
 
-def test_a_part_that_takes_too_long_is_cut_and_its_results_stay(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_part_that_takes_too_long_is_cut_and_its_results_stay(tmp_path, monkeypatch, capsys):
     slow = 'import time; print(\'{"row": 1}\', flush=True); print("a word", flush=True); time.sleep(600)'
     parts = [
         LightPart("slow", ["-c", slow], 2.0),
@@ -124,12 +118,12 @@ def test_a_part_that_takes_too_long_is_cut_and_its_results_stay(
     assert "part slow: no time was left" in (tmp_path / PAGE).read_text().split("What is not judged")[1]
 
 
-def test_a_folder_that_cannot_be_written_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_cannot_be_written_is_refused(capsys):
     assert main(["doctor", "--first-light", "/proc/out"]) == 2
     assert "--first-light: got /proc/out: /proc takes no new folder" in capsys.readouterr().err
 
 
-def test_the_page_has_what_is_wrong_first_and_a_bench_as_a_table() -> None:
+def test_the_page_has_what_is_wrong_first_and_a_bench_as_a_table():
     rows = [
         {"part": "machine", **_as_row(found("disk", "900 MB/s", False))},
         {"part": "machine", **_as_row(found("torch", "2.10", True))},
@@ -146,11 +140,11 @@ def test_the_page_has_what_is_wrong_first_and_a_bench_as_a_table() -> None:
     assert "met 0.950: rate over the copy's, update" in lines
 
 
-def _as_row(finding) -> dict:
+def _as_row(finding):
     return {name: getattr(finding, name) for name in finding.__slots__}
 
 
-def test_each_setting_that_is_verified_is_a_job() -> None:
+def test_each_setting_that_is_verified_is_a_job():
     for change in first_parts.SETTINGS.values():
         config = config_from_dict(expected()["job"], change)
         parse_layout("dp1").apply(config)
@@ -158,7 +152,7 @@ def test_each_setting_that_is_verified_is_a_job() -> None:
         parse_layout(name).apply(config_from_dict(expected()["job"]))
 
 
-def test_rows_name_no_host_user_or_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_name_no_host_user_or_path(tmp_path, monkeypatch):
     monkeypatch.setattr("socket.gethostname", lambda: "node17")
     monkeypatch.setenv("HOME", "/home/ada")
     record = LightResults(tmp_path, [])

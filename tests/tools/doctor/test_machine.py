@@ -2,17 +2,13 @@
 disk.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os
 import resource
 import socket
 import threading
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -33,22 +29,22 @@ NVLINKED = [
 ]  # fmt: skip
 
 
-def with_cards(*changes: dict[str, Any]) -> list[cards.Card]:
+def with_cards(*changes):
     return [H100 | change for change in changes]
 
 
-def judged_torch(on_driver: int = 2, visible: str | None = None, **changes: object) -> list[Finding]:
+def judged_torch(on_driver=2, visible=None, **changes):
     return cards.judge_torch(FACTS | changes, on_driver, visible)
 
 
-def refusing(number: int) -> Callable[..., None]:
-    def refuse(*_: object) -> None:
+def refusing(number):
+    def refuse(*_):
         raise OSError(number, os.strerror(number))
 
     return refuse
 
 
-BROKEN: dict[str, tuple[Callable[[], Finding | list[Finding]], str, str]] = {
+BROKEN = {
     "no driver": (lambda: cards.judge_driver(8, [], "there is no nvidia-smi"), "driver", "there is no nvidia-smi"),
     "wrong CUDA_VISIBLE_DEVICES": (lambda: judged_torch(visible="0,9", cards=[H100["name"]]), "torch's CUDA", "'0,9'"),
     "a card is lost": (lambda: cards.judge_driver(8, with_cards(*[{}] * 7), ""), "cards", "7 of 8 card(s)"),
@@ -111,7 +107,7 @@ BROKEN: dict[str, tuple[Callable[[], Finding | list[Finding]], str, str]] = {
 
 
 @pytest.mark.parametrize("machine", BROKEN)
-def test_a_broken_machine_is_named_with_what_to_do(machine: str) -> None:
+def test_a_broken_machine_is_named_with_what_to_do(machine):
     judge, check, seen = BROKEN[machine]
     findings = judge()
     (wrong,) = [one for one in ([findings] if isinstance(findings, Finding) else findings) if one.verdict != "ok"]
@@ -122,7 +118,7 @@ def test_a_broken_machine_is_named_with_what_to_do(machine: str) -> None:
     assert "{" not in wrong.fix
 
 
-def test_a_sound_machine_has_nothing_to_mend() -> None:
+def test_a_sound_machine_has_nothing_to_mend():
     findings = [
         cards.judge_driver(2, with_cards({}, {}), ""), *cards.judge_cards(with_cards({}, {})), *judged_torch(),
         *judged_torch(on_driver=0, cuda=None, cards=[]), cards.judge_links(NVLINKED, []),
@@ -147,9 +143,7 @@ def test_a_sound_machine_has_nothing_to_mend() -> None:
         ((Path, "rename"), errno.EXDEV, "rename: Invalid cross-device link"),
     ],
 )
-def test_what_a_file_system_refuses_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: tuple[Any, str], number: int, told: str
-) -> None:
+def test_what_a_file_system_refuses_is_told(tmp_path, monkeypatch, call, number, told):
     monkeypatch.setattr(*call, refusing(number))
     folder, *others = host.probe_disk(tmp_path / "runs/not/yet")
     assert folder == tmp_path
@@ -157,7 +151,7 @@ def test_what_a_file_system_refuses_is_told(
     assert [*tmp_path.iterdir()] == []
 
 
-def test_a_disk_that_fills_up_is_told(tmp_path: Path) -> None:
+def test_a_disk_that_fills_up_is_told(tmp_path):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
     try:
@@ -167,7 +161,7 @@ def test_a_disk_that_fills_up_is_told(tmp_path: Path) -> None:
     assert refused == {"write": "File too large"}
 
 
-def test_this_machine_is_read_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_this_machine_is_read_as_it_is(tmp_path, monkeypatch):
     assert host.probe_disk(tmp_path)[-1] == {}
     (tmp_path / "file").touch()
     assert "Not a directory" in host.probe_disk(tmp_path / "file/runs")[-1]["a new folder"]
@@ -180,7 +174,7 @@ def test_this_machine_is_read_as_it_is(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.fixture
-def fake_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def fake_smi(tmp_path, monkeypatch):
     """Fake an nvidia-smi that prints the content of the returned file, and a PCI bus."""
     answer, program = tmp_path / "answer", tmp_path / "nvidia-smi"
     program.write_text(f'#!/bin/sh\ncat {answer}\ntest "$(wc -l < {answer})" -gt 1 || exit 9\n')
@@ -195,7 +189,7 @@ def fake_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return answer
 
 
-def test_the_driver_is_asked_for_every_card(fake_smi: Path) -> None:
+def test_the_driver_is_asked_for_every_card(fake_smi):
     row = "NVIDIA H100 80GB HBM3, 580.95, 700.00, 16, 81559, 650.00, 0x0000000000000004, 16, [N/A], 4\n"
     fake_smi.write_text(2 * row)
     seen, problem = cards.probe_cards()
@@ -208,7 +202,7 @@ def test_the_driver_is_asked_for_every_card(fake_smi: Path) -> None:
 
 
 @pytest.mark.parametrize(("smi", "asks"), [("event", "throttle"), ("event|throttle", "")])
-def test_an_older_driver_is_asked_by_its_own_names(fake_smi: Path, smi: str, asks: str) -> None:
+def test_an_older_driver_is_asked_by_its_own_names(fake_smi, smi, asks):
     program = fake_smi.with_name("nvidia-smi")
     refuses = f"""echo "$1" | grep -Eq '{smi}' && {{ echo 'Field "{smi}" is not a valid field to query.'; exit 2; }}"""
     program.write_text(f"#!/bin/sh\n{refuses}\ncat {fake_smi}\n")
@@ -221,12 +215,10 @@ def test_an_older_driver_is_asked_by_its_own_names(fake_smi: Path, smi: str, ask
         assert (seen, problem) == ([], f'Field "{smi}" is not a valid field to query.')
 
 
-def test_a_check_that_raises_or_hangs_is_a_finding(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_check_that_raises_or_hangs_is_a_finding(capsys, monkeypatch):
     monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
 
-    def raises() -> list[Finding]:
+    def raises():
         raise RuntimeError("traceback\nCUDA error: unspecified launch failure")
 
     (one,) = run_check("update", raises, limit_s=5.0)
@@ -242,8 +234,8 @@ def test_a_check_that_raises_or_hangs_is_a_finding(
     assert capsys.readouterr().err == "megamix doctor: disk, at most 0 s\n"
 
 
-def test_a_check_gets_the_time_that_it_is_given_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    waited: list[float] = []
+def test_a_check_gets_the_time_that_it_is_given_and_no_more(monkeypatch):
+    waited = []
     monkeypatch.setattr(threading.Thread, "start", lambda self: None)
     monkeypatch.setattr(threading.Thread, "is_alive", lambda self: True)
     monkeypatch.setattr(threading.Thread, "join", lambda self, timeout: waited.append(timeout))
@@ -251,7 +243,7 @@ def test_a_check_gets_the_time_that_it_is_given_and_no_more(monkeypatch: pytest.
     assert sum(waited) == 60.0
 
 
-def test_the_page_says_what_to_do_below_what_is_wrong() -> None:
+def test_the_page_says_what_to_do_below_what_is_wrong():
     assert [*found("port", "29500: free", False).lines()] == ["ok     port            29500: free (expected: free)"]
     first, second = found("port", "29500: taken", True).lines()
     assert first.startswith("BROKEN port")
@@ -264,7 +256,7 @@ def test_the_page_says_what_to_do_below_what_is_wrong() -> None:
     assert summary([*findings, found("port", "taken", True)]).startswith("NOT fit: repair each BROKEN line: 1 ok, ")
 
 
-def test_every_check_has_all_its_texts() -> None:
+def test_every_check_has_all_its_texts():
     for check, said in expected()["checks"].items():
         assert {*said} == {"looked_at", "expected", "wrong", "fix"}, check
         assert said["wrong"] in ("slow", "broken", "not judged"), check

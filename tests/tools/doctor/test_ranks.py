@@ -2,25 +2,20 @@
 wrong compiled gradient, a slow link, card, copy, product or training.
 """
 
-from __future__ import annotations
-
 import inspect
-from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
-from typing import Any, Self
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from megamix.comm.collectives import GlooCollectives, Pending
 from megamix.config import ModelConfig
 from megamix.tools.bench.sides import Work, fitted
 from megamix.tools.doctor import measured, ranks
-from megamix.tools.doctor.cards import Card
-from megamix.tools.doctor.finding import Finding, expected
+from megamix.tools.doctor.finding import expected
 from tests.tools.doctor.test_machine import with_cards
 
 H100 = "NVIDIA H100 80GB HBM3"
@@ -30,11 +25,11 @@ TINY = ModelConfig(vocab_size=64, seq_len=8, hidden_size=32, num_layers=1, num_h
 gather = GlooCollectives.all_gather
 
 
-def gathers_wrong(self: GlooCollectives, flat: Tensor, shard: Tensor) -> Pending:
+def gathers_wrong(self, flat, shard):
     return Pending(gather(self, flat, shard), then=lambda: flat[0].add_(1))
 
 
-def measure(plants: bool) -> tuple[dict[str, float], dict[str, float], list[tuple[int, float]], dict[str, float]]:
+def measure(plants):
     """Return every rank's measurements; with `plants` the last rank's gather is wrong."""
     last = dist.get_rank() == dist.get_world_size() - 1
     with mock.patch.object(GlooCollectives, "all_gather", gathers_wrong) if plants and last else nullcontext():
@@ -46,7 +41,7 @@ def measure(plants: bool) -> tuple[dict[str, float], dict[str, float], list[tupl
     return sums, ranks.wire_rates(1024), ranks.seconds_by_source(1024), rates
 
 
-def test_ranks_measure_sums_wires_links_and_steps(run_ranks: Callable[..., list[Any]]) -> None:
+def test_ranks_measure_sums_wires_links_and_steps(run_ranks):
     by_rank = run_ranks(measure, 2, False)
     sums = measured.judge_shares("collectives", [sums for sums, _, _, _ in by_rank])
     assert (sums.verdict, len(by_rank[0][0])) == ("ok", 9)
@@ -57,7 +52,7 @@ def test_ranks_measure_sums_wires_links_and_steps(run_ranks: Callable[..., list[
         assert min([*wires.values(), *dict(links).values(), *rates.values()]) > 0
 
 
-def test_a_wrong_gather_of_one_rank_is_named(run_ranks: Callable[..., list[Any]]) -> None:
+def test_a_wrong_gather_of_one_rank_is_named(run_ranks):
     wrong = measured.judge_shares("collectives", [sums for sums, *_ in run_ranks(measure, 2, True)])
     assert wrong.verdict == "broken"
     assert wrong.seen.count("gather of") == 3
@@ -65,8 +60,8 @@ def test_a_wrong_gather_of_one_rank_is_named(run_ranks: Callable[..., list[Any]]
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5])
-def test_a_wrong_compiled_gradient_is_named(monkeypatch: pytest.MonkeyPatch, share: float) -> None:
-    def compile(block: nn.Module, **_: object) -> None:
+def test_a_wrong_compiled_gradient_is_named(monkeypatch, share):
+    def compile(block, **_):
         weight = block.feed_forward_norm.weight  # type: ignore[union-attr]
         # The right value, and a gradient that is too large.
         block.register_forward_hook(lambda module, args, out: out + share * (weight - weight.detach()))  # type: ignore[operator]
@@ -78,7 +73,7 @@ def test_a_wrong_compiled_gradient_is_named(monkeypatch: pytest.MonkeyPatch, sha
     assert "attention" not in finding.seen
 
 
-def test_this_cpu_has_rates(monkeypatch) -> None:
+def test_this_cpu_has_rates(monkeypatch):
     monkeypatch.setattr(ranks, "probe_cards", None)  # a CPU asks no card's driver
     rates, loaded = ranks.device_rates(16, 64)
     assert {name: rate > 0 for name, rate in rates.items()} == {"products": True, "copy": True}
@@ -91,11 +86,11 @@ CASE, WORK = "train 1.3 B", measured._work(expected()["trained"]["train 1.3 B"])
 GOOD = {"ours": 57_500.0, "fsdp2": 55_000.0, "plain": 56_000.0}
 
 
-def slower(check: str, rate: float) -> tuple[dict[str, float], list[Card]]:
+def slower(check, rate):
     return RATES | {check: rate}, with_cards({}, {})
 
 
-WRONG: dict[str, tuple[Callable[[], list[Finding]], str, str]] = {
+WRONG = {
     "a slow card": (
         lambda: measured.judge_rates([CARD, slower("products", 400e12)], H100), "products",
         "400.0 TFLOP/s, card 1 of 2",
@@ -122,7 +117,7 @@ WRONG: dict[str, tuple[Callable[[], list[Finding]], str, str]] = {
 
 
 @pytest.mark.parametrize("fault", WRONG)
-def test_what_is_slow_is_named(fault: str) -> None:
+def test_what_is_slow_is_named(fault):
     judge, check, seen = WRONG[fault]
     (wrong,) = [one for one in judge() if one.verdict != "ok"]
     assert (wrong.check, wrong.verdict) == (check, "slow")
@@ -130,7 +125,7 @@ def test_what_is_slow_is_named(fault: str) -> None:
     assert wrong.fix
 
 
-def test_a_sound_card_is_ok() -> None:
+def test_a_sound_card_is_ok():
     findings = [*measured.judge_rates([CARD, CARD], H100), measured.judge_training(CASE, WORK, GOOD, H100)]
     findings.append(measured.judge_wire([{"all-gather": 90e9}] * 2, on_gpus=True))
     assert {one.verdict for one in findings} == {"ok"}
@@ -143,7 +138,7 @@ def test_a_sound_card_is_ok() -> None:
     assert measured.judge_wire([{"all-gather": 1.0}], on_gpus=True).verdict == "does not apply"
 
 
-ANSWERS: dict[str, Any] = {
+ANSWERS = {
     "sums_off": {"sum of float16": 0.5}, "wire_rates": {"all-gather": 90e9}, "device_rates": CARD,
     "waits": {"waits in two steps": 0.0}, "blocks_off": {"SwiGLU the input": 0.1},
 }  # fmt: skip
@@ -152,27 +147,27 @@ ANSWERS: dict[str, Any] = {
 class Pool:
     """Pool of ranks that have measured."""
 
-    def __init__(self, size: int, *, on_gpus: bool):
+    def __init__(self, size, *, on_gpus):
         self.size = size
 
-    def close(self) -> None:
+    def close(self):
         pass
 
-    def call(self, function: Callable[..., Any], *args: Any, deadline_s: float) -> list[Any]:
+    def call(self, function, *args, deadline_s):
         inspect.signature(function).bind(*args)
         assert 0 < deadline_s <= 240
         if function is ranks.train_rate:
             return [(GOOD[args[1]], args[0])] * self.size
         return [ANSWERS[function.__name__]] * self.size
 
-    def __enter__(self) -> Self:
+    def __enter__(self):
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         pass
 
 
-def test_all_cards_of_a_machine_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_cards_of_a_machine_are_measured(monkeypatch):
     monkeypatch.setattr(measured, "RankPool", Pool)
     with ExitStack() as stack:
         examined = measured.checks({"cards": [H100] * 8}, stack).items()
@@ -183,10 +178,10 @@ def test_all_cards_of_a_machine_are_measured(monkeypatch: pytest.MonkeyPatch) ->
     assert [name for name, (check, _) in examined if check is None] == ["train 3 M"]
 
 
-def test_a_step_that_waits_leaves_torch_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    modes: list[str] = []
+def test_a_step_that_waits_leaves_torch_as_it_was(monkeypatch):
+    modes = []
 
-    def step() -> Tensor:
+    def step():
         if modes:
             raise RuntimeError("called a synchronizing CUDA operation")
         return torch.zeros(())

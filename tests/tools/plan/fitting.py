@@ -1,16 +1,13 @@
 """The fit of the time model's constants to published rows: `python -m tests.tools.plan.fitting` prints it."""
 
-from __future__ import annotations
-
 import math
 import tomllib
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 
 import numpy as np
 
-from megamix.tools.plan.ridge import RidgeFit, Vector, differentiate, ridge, solve
+from megamix.tools.plan.ridge import differentiate, ridge, solve
 from megamix.tools.plan.time_constants import FILE, TimeConstants, fitted_constants
 from megamix.tools.plan.time_model import step_time
 from tests.tools.plan.published import PublishedRow, published_rows, settings_of
@@ -28,35 +25,35 @@ class PublishedFit:
     table: dict[str, dict[str, float]] = field(default_factory=lambda: tomllib.loads(FILE.read_text(encoding="utf-8")))
 
     @property
-    def names(self) -> list[str]:
+    def names(self):
         return [*self._shared, "triton", *self._stacks]
 
     @property
-    def _shared(self) -> list[str]:
+    def _shared(self):
         return [name for name in self.table if name != "own"]
 
     @property
-    def _stacks(self) -> list[str]:
+    def _stacks(self):
         return sorted({row.stack for row in published_rows()})
 
     @property
-    def priors(self) -> Vector:
+    def priors(self):
         return np.log([*(self.table[name]["prior"] for name in self._shared), *([1.0] * (1 + len(self._stacks)))])
 
     @property
-    def precision(self) -> Vector:
+    def precision(self):
         shared = [self.table[name]["spread"] for name in self._shared]
         return np.diag(np.array([*shared, KERNEL_SPREAD, *([STACK_SPREAD] * len(self._stacks))]) ** -2)
 
     @property
-    def measured(self) -> Vector:
+    def measured(self):
         return np.log([row.seconds for row in self.rows])
 
     @property
-    def errors(self) -> Vector:
+    def errors(self):
         return np.array([UNPUBLISHED_ERROR if row.unpublished else ROW_ERROR for row in self.rows])
 
-    def predict(self, logs: Vector, rows: Iterable[PublishedRow] | None = None) -> Vector:
+    def predict(self, logs, rows=None):
         """Return the logarithms of the seconds of `rows`, by default the fit's own."""
         values = dict(zip(self.names, np.exp(logs).tolist(), strict=True))
         shared = {name: values[name] for name in self._shared}
@@ -67,7 +64,7 @@ class PublishedFit:
         chosen = self.rows if rows is None else rows
         return np.log([step_time(row.job, row.hardware, constants[row.stack]).seconds for row in chosen])
 
-    def without(self, fit: RidgeFit, kept: Vector) -> RidgeFit:
+    def without(self, fit, kept):
         """Return the constants that the rows of `kept`, a mask, give alone: one step from `fit`, which is close."""
         rest = self.measured - self.predict(fit.logs)
         return solve(derivatives()[kept], rest[kept], self.errors[kept], fit.logs, self.priors, self.precision)
@@ -77,18 +74,18 @@ FITTED = PublishedFit([row for row in published_rows() if row.fitted])
 
 
 @cache
-def best() -> RidgeFit:
+def best():
     """Return the constants that explain the fitted rows best."""
     return ridge(FITTED.predict, FITTED.measured, FITTED.errors, FITTED.priors, FITTED.precision)
 
 
 @cache
-def derivatives() -> Vector:
+def derivatives():
     """Return the derivatives (rows, constants) of the fitted rows at the best constants."""
     return differentiate(FITTED.predict, best().logs, FITTED.predict(best().logs))
 
 
-def held_out(group: Callable[[PublishedRow], str]) -> tuple[Vector, Vector]:
+def held_out(group):
     """Return the logarithms of seconds of all published rows, each predicted without the rows of its group, and their
     standard deviations.
     """
@@ -106,13 +103,13 @@ def held_out(group: Callable[[PublishedRow], str]) -> tuple[Vector, Vector]:
     return predicted, deviations
 
 
-def span(row: PublishedRow) -> tuple[float, float]:
+def span(row):
     """Return the least and the most seconds that are predicted over a row's unknown settings."""
     predicted = FITTED.predict(best().logs, [replace(row, job=job) for job in settings_of(row)])
     return math.exp(min(predicted)), math.exp(max(predicted))
 
 
-def table() -> list[str]:
+def table():
     """Return the rows of docs/planning.md: settings, published and predicted tokens/s, and the error in percent.
 
     The last ones are of programs without a factor of their own, predicted by the constants alone.
@@ -125,7 +122,7 @@ def table() -> list[str]:
     return [line(row, each) for row, each in zip([*known, *blind], seconds, strict=True)]
 
 
-def line(row: PublishedRow, seconds: float) -> str:
+def line(row, seconds):
     job = row.job
     tokens = job.step_tokens / job.gpus
     foreseen = f"{tokens / seconds:.0f}"

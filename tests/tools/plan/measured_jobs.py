@@ -4,27 +4,22 @@ FILE gets another measurement of the jobs that are named, or of all, and of the 
 meanwhile. What was measured on one machine is in measured_jobs.json.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from megamix.config import data_parallel_size, load_config
 from megamix.tools.plan.calibrate import MeasuredStep, calibrate, measured_step
-from megamix.tools.plan.time_constants import TimeConstants, fitted_constants
+from megamix.tools.plan.time_constants import fitted_constants
 from megamix.tools.plan.time_hardware import Hardware, load_hardware, measured_hardware
 from megamix.tools.plan.time_job import timed_job
 from megamix.tools.plan.time_model import step_time
-from megamix.tools.plan.time_work import TimedJob
 from tests.programs import with_settings
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -75,12 +70,12 @@ MANY = {  # more ranks than cores
 CALIBRATED = ("1 large", "2 dp2 states")
 
 
-def overrides_of(name: str) -> list[str]:
+def overrides_of(name):
     pairs = (word.split("=", 1) for word in (FEW | MANY)[name].split())
     return [f"{SHORT.get(key, key)}={value}" for key, value in pairs]
 
 
-def job_of(name: str) -> TimedJob:
+def job_of(name):
     config = load_config(JOB, overrides_of(name))
     return timed_job(config, data_parallel_size(config, int(name.split()[0])))
 
@@ -93,7 +88,7 @@ class Measurements:
     steps: dict[str, dict[str, float]]  # by job: seconds, computing, processor
 
     @classmethod
-    def of(cls, measured: dict[str, Any]) -> Measurements:
+    def of(cls, measured):
         """Return the medians of `measured`, the content of a file."""
         machines = [measured_hardware(report["checks"], load_hardware("cpu")) for report in measured["doctor"]]
         rates = ("dense_flops", "memory_bytes_per_s", "link_bytes_per_s")
@@ -106,7 +101,7 @@ class Measurements:
         return cls(machine, steps)
 
     @cached_property
-    def constants(self) -> TimeConstants:
+    def constants(self):
         """Constants from the jobs in CALIBRATED."""
         steps = [
             MeasuredStep(job_of(name), self.machine, self.steps[name]["seconds"], self.steps[name]["computing"])
@@ -114,11 +109,11 @@ class Measurements:
         ]
         return calibrate(steps, fitted_constants()).values
 
-    def seconds(self, name: str) -> float:
+    def seconds(self, name):
         """Return the predicted seconds of a step."""
         return step_time(job_of(name), self.machine, self.constants).seconds
 
-    def processor_seconds(self, name: str) -> float:
+    def processor_seconds(self, name):
         """Return the predicted processor time of a step, of all ranks: as if each had a core of its own.
 
         Ranks of a pipeline together compute what a rank with all layers does, and do not wait.
@@ -126,11 +121,11 @@ class Measurements:
         job, cores = job_of(name), replace(self.machine, cores=0)
         return job.gpus / job.pp * step_time(replace(job, pp=1, stages=1), cores, self.constants).seconds
 
-    def off(self) -> dict[str, float]:
+    def off(self):
         """Return by how much the predicted step is longer than the measured one, as a share."""
         return {name: self.seconds(name) / self.steps[name]["seconds"] - 1 for name in FEW}
 
-    def pairs(self, ranks: int) -> list[tuple[float, float]]:
+    def pairs(self, ranks):
         """Return measured and predicted ratio of processor times, of layouts that differ by more than DIFFERENT."""
         names = [name for name in MANY if name.split()[0] == str(ranks)]
         return [
@@ -139,7 +134,7 @@ class Measurements:
             if abs((ratio := self.steps[one]["processor"] / self.steps[other]["processor"]) - 1) > DIFFERENT
         ]
 
-    def table(self) -> Iterator[str]:
+    def table(self):
         """Yield the tables of docs/planning.md."""
         yield "| job | predicted | measured | % |"
         for name, share in self.off().items():
@@ -150,7 +145,7 @@ class Measurements:
             yield f"| {name} | {foreseen:.2f} s | {taken:.2f} s | {100 * (foreseen / taken - 1):+.0f} |"
 
 
-def measure(name: str) -> dict[str, float]:
+def measure(name):
     """Train a job, and return the medians of its steps: seconds, computing, and processor seconds of all ranks."""
     with tempfile.TemporaryDirectory() as folder:
         settings = with_settings(
@@ -166,14 +161,14 @@ def measure(name: str) -> dict[str, float]:
         return {"seconds": step.seconds, "computing": step.computing, "processor": taken}
 
 
-def _processor_seconds(path: Path, steps: int) -> float:
+def _processor_seconds(path, steps):
     """Return the mean processor seconds of a rank's step, without its first steps."""
     noted = [float(line) for line in path.read_text().split()]
     begun = noted[:: len(noted) // steps]
     return (begun[-1] - begun[2]) / (len(begun) - 3)
 
 
-def main(arguments: list[str]) -> None:
+def main(arguments):
     path, names = Path(arguments[0]), arguments[1:] or ["doctor", *FEW, *MANY]
     measured = json.loads(path.read_text()) if path.is_file() else {}
     for name in names:
@@ -183,7 +178,7 @@ def main(arguments: list[str]) -> None:
         print(*Measurements.of(measured).table(), sep="\n")
 
 
-def _doctor() -> dict[str, Any]:
+def _doctor():
     """Return what doctor says of this machine's rates."""
     command = [sys.executable, "-m", "megamix", "doctor", "--json", "--folder", tempfile.gettempdir()]
     told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.splitlines()

@@ -2,8 +2,6 @@
 measured_job.toml.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path
@@ -15,7 +13,7 @@ from megamix.model.transformer import FeedForward
 FOLDER, RANK = os.environ.get("PROCESSOR_TIME"), os.environ.get("RANK")
 
 
-def _note(module: object, args: object) -> None:
+def _note(module, args):
     if FOLDER and RANK and isinstance(module, FeedForward) and module.training:
         with (Path(FOLDER) / f"rank{RANK}").open("a") as file:
             file.write(f"{time.process_time()}\n")

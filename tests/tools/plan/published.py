@@ -1,12 +1,9 @@
 """Published rows as jobs of the time model."""
 
-from __future__ import annotations
-
 import tomllib
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from megamix.config import ModelConfig
 from megamix.model import sizes
@@ -33,7 +30,7 @@ class PublishedRow:
     unpublished: bool  # whether settings that matter are unknown
 
     @property
-    def memory_share(self) -> float:
+    def memory_share(self):
         """Return the share of a device's memory that a trainer with FP32 parameters needs, roughly.
 
         States of 16 bytes a parameter, one gathered block and the table, 28 bytes of activations for each element of a
@@ -51,7 +48,7 @@ class PublishedRow:
         return needed / (job.tp * job.pp) / self.hardware.memory_bytes
 
 
-def settings_of(row: PublishedRow) -> list[TimedJob]:
+def settings_of(row):
     """Return the jobs that a row may mean: its own, or, where settings are unknown, micro-batches of 1 to 4 sequences
     and 1 to 16 stages on a rank.
     """
@@ -64,7 +61,7 @@ def settings_of(row: PublishedRow) -> list[TimedJob]:
 
 
 @cache
-def published_rows(stacks: str = "stacks") -> list[PublishedRow]:
+def published_rows(stacks="stacks"):
     data = tomllib.loads(ROWS.read_text(encoding="utf-8"))
     return [
         _row(stack | dict(zip(stack["columns"], values, strict=True)), data["models"], fitted=kind == "fitted_rows")
@@ -74,7 +71,7 @@ def published_rows(stacks: str = "stacks") -> list[PublishedRow]:
     ]
 
 
-def _row(row: dict[str, Any], models: dict[str, Any], *, fitted: bool) -> PublishedRow:
+def _row(row, models, *, fitted):
     layers, hidden, heads, kv_heads, ffn, gated, vocab, tied = models[row["model"]]["shape"]
     model = ModelConfig(
         num_layers=layers,
@@ -132,7 +129,7 @@ def _row(row: dict[str, Any], models: dict[str, Any], *, fitted: bool) -> Publis
     )
 
 
-def _note(row: dict[str, Any], tp: int, pp: int, cp: int) -> str:
+def _note(row, tp, pp, cp):
     recompute = {"none": "", "full": "recompute", "selective_op": "recompute half"}
     parts = [row["shard"], recompute.get(row["recompute"], "recompute 0.87")]
     parts += ["eager" if row["kernels"] == "eager" else "", "FP8" if row.get("fp8") else ""]
@@ -145,7 +142,7 @@ def _note(row: dict[str, Any], tp: int, pp: int, cp: int) -> str:
     return ", ".join(filter(None, parts))
 
 
-def _recompute(name: str) -> Recompute:
+def _recompute(name):
     if name == "selective_op":  # every second product is kept, and attention's result
         return Recompute(products=0.5, between=1.0)
     share = {"none": 0.0, "full": 1.0}.get(name)
@@ -154,7 +151,7 @@ def _recompute(name: str) -> Recompute:
     return Recompute(products=share, attention=share, between=share)
 
 
-def _traffic(row: dict[str, Any], count: int, pieces: int) -> Traffic:
+def _traffic(row, count, pieces):
     """Return what FSDP and Megatron-Core send: FSDP gathers and reduces in every micro-batch."""
     gathers, reductions = {"full": (2 * count, count), "grad": (count, count)}.get(row["shard"], (1, 1))
     if row["shard"] == "hybrid":

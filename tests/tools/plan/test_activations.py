@@ -28,7 +28,7 @@ VARIANTS = {
 BATCH = (3, SMALL["seq_len"])
 
 
-def _counted(part: Transformer, shape: tuple[int, int] = BATCH) -> tuple[int, int, int]:
+def _counted(part, shape=BATCH):
     """Return the bytes kept at the end of forward, and the peaks of forward and of backward, beside the batch."""
     batch = [torch.zeros(shape, dtype=torch.int64) for _ in range(2)]
     for param in part.parameters():
@@ -47,7 +47,7 @@ def _counted(part: Transformer, shape: tuple[int, int] = BATCH) -> tuple[int, in
 @pytest.mark.uncounted
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_traced_is_counted(variant: str, dtype: torch.dtype) -> None:
+def test_traced_is_counted(variant, dtype):
     model = ModelConfig(**{**SMALL, **VARIANTS[variant], "num_layers": 4})
     traced = trace_stage(TracedWork(model=model, batch=BATCH, dtype=dtype, machine="cpu"), range(4))
     assert (traced.kept, traced.forward, traced.backward) == _counted(Transformer(model).to(dtype))
@@ -61,7 +61,7 @@ FP8 = {
 
 @pytest.mark.parametrize("recompute", ["none", "selective"])
 @pytest.mark.parametrize("recipe", FP8)
-def test_traced_is_counted_in_fp8(recipe: str, recompute: str) -> None:
+def test_traced_is_counted_in_fp8(recipe, recompute):
     sizes = {"num_layers": 4, "hidden_size": 32, "seq_len": 16, "ffn_hidden_size": 96, "recompute": recompute}
     model = ModelConfig(**{**SMALL, **VARIANTS["llama"], **sizes})
     work = TracedWork(model=model, batch=(3, 16), dtype=torch.bfloat16, machine="cpu", fp8=FP8[recipe])
@@ -70,7 +70,7 @@ def test_traced_is_counted_in_fp8(recipe: str, recompute: str) -> None:
     assert (traced.kept, traced.forward, traced.backward) == _counted(part, (3, 16))
 
 
-def test_on_a_gpu_codes_take_the_place_of_inputs() -> None:
+def test_on_a_gpu_codes_take_the_place_of_inputs():
     """Of query, key and value, of gate and up, and of down, a byte for two; attention keeps that of out in half."""
     sizes = {"num_layers": 4, "hidden_size": 32, "seq_len": 16, "ffn_hidden_size": 96, "compile": True}
     model = ModelConfig(**{**SMALL, **VARIANTS["llama"], **sizes})
@@ -82,9 +82,7 @@ def test_on_a_gpu_codes_take_the_place_of_inputs() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_of_many_slices_of_the_loss_three_are_run_and_count_for_all(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
-) -> None:
+def test_of_many_slices_of_the_loss_three_are_run_and_count_for_all(monkeypatch, dtype):
     sizes = {"LOSS_ROWS": 4, "LOSS_CHUNK": (4, 4), "LOSS_PART": (600, 600)}  # 30 chunks of 2 parts each
     for name, size in sizes.items():
         monkeypatch.setattr(tuned, name, size)
@@ -92,7 +90,7 @@ def test_of_many_slices_of_the_loss_three_are_run_and_count_for_all(
     counted = _counted(Transformer(model).to(dtype))
     chunks, add_product = [], cross_entropy._add_product
 
-    def spy(*args: torch.Tensor) -> None:
+    def spy(*args):
         chunks.append(args[1].shape)
         add_product(*args)
 
@@ -102,7 +100,7 @@ def test_of_many_slices_of_the_loss_three_are_run_and_count_for_all(
     assert len(chunks) == 2 * 3  # traced with one block and with two
 
 
-def test_on_a_gpu_attention_and_norm_add_their_output_and_one_number_a_row() -> None:
+def test_on_a_gpu_attention_and_norm_add_their_output_and_one_number_a_row():
     query, key = (torch.empty(2, heads, 32, 8, device="meta", dtype=torch.bfloat16) for heads in (4, 2))
     with LiveStorage(counts_meta=True) as tracker:
         query.requires_grad_().detach()
@@ -116,7 +114,7 @@ def test_on_a_gpu_attention_and_norm_add_their_output_and_one_number_a_row() -> 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("family", ["gpt", "llama"])
-def test_on_a_gpu_a_compiled_block_keeps_what_the_formula_says(family: str, recompute: str) -> None:
+def test_on_a_gpu_a_compiled_block_keeps_what_the_formula_says(family, recompute):
     """Two counts must agree: tests/model/kept_bytes.py counts from the sizes, this one from the code."""
     changes = {"dropout": 0.0, "recompute": recompute, "tie_embeddings": True, "compile": True}
     model = ModelConfig(**{**SMALL, **VARIANTS[family], **changes, "num_layers": 4})

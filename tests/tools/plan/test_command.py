@@ -22,7 +22,7 @@ CONFIGS = Path(__file__).parents[3] / "configs"
 PARAMETERS_8B = 8_030_261_248
 
 
-def test_an_8b_model_on_64_gpus_by_hand() -> None:
+def test_an_8b_model_on_64_gpus_by_hand():
     config = load_config(CONFIGS / "llama3.1-8b.toml")
     (text,) = plan_lines(config, 64, bytes_of("80GB"), "gpu", True)
     plan = json.loads(text)
@@ -41,7 +41,7 @@ def test_an_8b_model_on_64_gpus_by_hand() -> None:
     assert plan["fits"]
 
 
-def test_an_8b_model_by_share_of_parameters_works_in_three_gib() -> None:
+def test_an_8b_model_by_share_of_parameters_works_in_three_gib():
     config = load_config(
         CONFIGS / "llama3.1-8b.toml", ["training.global_batch_size=64", "parallelism.shard=parameters"]
     )
@@ -60,7 +60,7 @@ def test_an_8b_model_by_share_of_parameters_works_in_three_gib() -> None:
     assert plan["shards"]["states"] > plan["shards"]["gradients"] > plan["shards"]["parameters"] == plan["peak"]
 
 
-def test_nccl_exchanges_into_two_buffers_and_gloo_into_one() -> None:
+def test_nccl_exchanges_into_two_buffers_and_gloo_into_one():
     config = load_config(CONFIGS / "gpt2-124m.toml", ["model.num_layers=1", "precision.reduce_dtype=half_fp32_sum"])
     gpu, cpu = (
         _plan_part(config, 2, 0, device, ([], build_optimizer(config))).engine.sums() for device in ("gpu", "cpu")
@@ -68,7 +68,7 @@ def test_nccl_exchanges_into_two_buffers_and_gloo_into_one() -> None:
     assert gpu == 2 * cpu > 0
 
 
-def test_what_does_not_fit_is_said_with_changes_each_on_top_of_those_before_until_it_fits() -> None:
+def test_what_does_not_fit_is_said_with_changes_each_on_top_of_those_before_until_it_fits():
     config = load_config(CONFIGS / "gpt2-124m.toml", ["model.num_layers=4"])
     lines = [*plan_lines(config, 8, bytes_of("1.5GiB"), "gpu", False)]
     start = next(index for index, line in enumerate(lines) if line.startswith("does NOT fit"))
@@ -83,7 +83,7 @@ def test_what_does_not_fit_is_said_with_changes_each_on_top_of_those_before_unti
     assert [*plan_lines(changed, 8, bytes_of("1.5GiB"), "gpu", False)][-1].startswith("fits: ")
 
 
-def test_the_fewest_layers_that_fit_are_proposed_for_recompute() -> None:
+def test_the_fewest_layers_that_fit_are_proposed_for_recompute():
     config = load_config(CONFIGS / "gpt2-124m.toml", ["model.num_layers=4", "model.recompute=none"])
     plan = plan_memory(config, 8, "gpu")
     peaks = [
@@ -94,7 +94,7 @@ def test_the_fewest_layers_that_fit_are_proposed_for_recompute() -> None:
 
 
 @pytest.mark.uncounted
-def test_a_model_whose_shares_do_not_fit_is_cut_by_advice_that_fits_on_the_same_ranks() -> None:
+def test_a_model_whose_shares_do_not_fit_is_cut_by_advice_that_fits_on_the_same_ranks():
     path, world = CONFIGS / "llama3.1-70b.toml", 1024
     whole = ["parallelism.tp_size=1", "parallelism.pp_size=1", "training.global_batch_size=1024"]
     *_, last = plan_lines(load_config(path, whole), world, bytes_of("22GiB"), "gpu", False)
@@ -107,7 +107,7 @@ def test_a_model_whose_shares_do_not_fit_is_cut_by_advice_that_fits_on_the_same_
 
 
 @pytest.mark.uncounted
-def test_the_first_setting_of_shard_that_fits_is_named_and_comes_first_among_the_changes() -> None:
+def test_the_first_setting_of_shard_that_fits_is_named_and_comes_first_among_the_changes():
     overrides = ["parallelism.tp_size=1", "parallelism.pp_size=1", "training.global_batch_size=64"]
     lines = [*plan_lines(load_config(CONFIGS / "llama3.1-70b.toml", overrides), 64, bytes_of("160GiB"), "gpu", False)]
     start = lines.index("the peak by parallelism.shard")
@@ -119,7 +119,7 @@ def test_the_first_setting_of_shard_that_fits_is_named_and_comes_first_among_the
     assert re.match(r'  parallelism.shard = "parameters": .* GiB, fits, ', lines[start + 5])
 
 
-def test_a_pipeline_is_told_why_parameters_are_left_out() -> None:
+def test_a_pipeline_is_told_why_parameters_are_left_out():
     overrides = ["training.global_batch_size=8", "parallelism.tp_size=8", "parallelism.pp_size=4"]
     lines = [*plan_lines(load_config(CONFIGS / "llama3.1-70b.toml", overrides), 64, None, "gpu", False)]
     (line,) = (line for line in lines if line.startswith("  parameters  "))
@@ -127,7 +127,7 @@ def test_a_pipeline_is_told_why_parameters_are_left_out() -> None:
 
 
 @pytest.mark.uncounted
-def test_micro_batches_that_owners_add_up_are_a_change_of_their_own() -> None:
+def test_micro_batches_that_owners_add_up_are_a_change_of_their_own():
     config = load_config(CONFIGS / "llama3.1-8b.toml")  # 8 micro-batches a step, whose gradients stay
     lines = [*plan_lines(config, 64, bytes_of("12GiB"), "gpu", False)]
     start = next(index for index, line in enumerate(lines) if isinstance(line, Failed))
@@ -137,8 +137,8 @@ def test_micro_batches_that_owners_add_up_are_a_change_of_their_own() -> None:
     assert ", fits, " in lines[start + 2]
 
 
-def test_why_a_share_of_the_gradients_saves_nothing_is_said_where_they_stay() -> None:
-    def title(*overrides: str) -> str:
+def test_why_a_share_of_the_gradients_saves_nothing_is_said_where_they_stay():
+    def title(*overrides):
         lines = plan_lines(load_config(CONFIGS / "llama3.2-1b.toml", [*overrides]), 8, None, "gpu", False)
         (line,) = (line for line in lines if line.startswith("the peak by parallelism.shard"))
         return line.removeprefix("the peak by parallelism.shard")
@@ -149,7 +149,7 @@ def test_why_a_share_of_the_gradients_saves_nothing_is_said_where_they_stay() ->
 
 
 @pytest.mark.uncounted
-def test_where_no_change_is_enough_that_is_said() -> None:
+def test_where_no_change_is_enough_that_is_said():
     whole = ["parallelism.tp_size=1", "parallelism.pp_size=1", "model.num_layers=30"]
     config = load_config(CONFIGS / "llama3.1-70b.toml", whole)
     *_, last = plan_lines(config, 1, bytes_of("4GiB"), "gpu", False)
@@ -157,7 +157,7 @@ def test_where_no_change_is_enough_that_is_said() -> None:
 
 
 @pytest.mark.uncounted
-def test_shares_of_all_that_is_held_are_counted_on_more_ranks() -> None:
+def test_shares_of_all_that_is_held_are_counted_on_more_ranks():
     overrides = ["parallelism.shard=parameters", "parallelism.accumulate=owner"]
     config = load_config(CONFIGS / "llama3.1-8b.toml", overrides)  # 16 bytes of each parameter are 60 GiB on 2 ranks
     *_, last = plan_lines(config, 2, bytes_of("30GB"), "gpu", False)
@@ -165,7 +165,7 @@ def test_shares_of_all_that_is_held_are_counted_on_more_ranks() -> None:
 
 
 @pytest.mark.uncounted
-def test_sixteen_thousand_ranks_need_no_ranks() -> None:
+def test_sixteen_thousand_ranks_need_no_ranks():
     config = load_config(CONFIGS / "llama3.2-1b.toml", ["training.global_batch_size=32768"])
     (text,) = plan_lines(config, 16_384, None, "gpu", True)
     plan = json.loads(text)
@@ -174,7 +174,7 @@ def test_sixteen_thousand_ranks_need_no_ranks() -> None:
 
 
 @pytest.mark.uncounted
-def test_ranks_that_divide_experts_hold_fewer_weights_and_as_many_masters() -> None:
+def test_ranks_that_divide_experts_hold_fewer_weights_and_as_many_masters():
     experts = "{num_experts = 64, top_k = 8, ffn_hidden_size = 512, dense_layers = 1}"
     config = load_config(CONFIGS / "llama3.2-1b.toml", [f"model.experts={experts}", "model.mlp_bias=false"])
     whole, divided = (
@@ -189,7 +189,7 @@ def test_ranks_that_divide_experts_hold_fewer_weights_and_as_many_masters() -> N
     assert abs(masters) < 1e-3 * whole["held"]["FP32 masters"]
 
 
-def test_a_number_of_ranks_has_bounds() -> None:
+def test_a_number_of_ranks_has_bounds():
     path = str(CONFIGS / "quickstart.toml")
     for world in (32_768, 0, -1):
         with pytest.raises(ConfigError, match=rf"plan: 1 problem\n  --world: got {world}, must be from 1 to 16384"):
@@ -197,11 +197,11 @@ def test_a_number_of_ranks_has_bounds() -> None:
 
 
 @pytest.mark.parametrize(("size", "want"), [(2**30, "1.00 GiB"), (3 * 2**20 // 2, "1.50 MiB"), (0, "0.00 MiB")])
-def test_amounts(size: int, want: str) -> None:
+def test_amounts(size, want):
     assert amount(size) == want
 
 
-def test_gpus_are_assumed_and_that_is_said() -> None:
+def test_gpus_are_assumed_and_that_is_said():
     config = load_config(CONFIGS / "quickstart.toml")
     said, table = itertools.islice(plan_lines(config, 2, None, None, False), 2)
     assert said == "GPUs are assumed: --device cpu plans for CPUs"

@@ -2,8 +2,6 @@
 worst case, and within the memory for which it names a factor.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, replace
 from unittest import mock
@@ -11,10 +9,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from megamix.config import Config, config_from_dict
+from megamix.config import config_from_dict
 from megamix.model.experts import Router
 from megamix.run.least_memory import amount
 from megamix.tools.plan.activations import TracedWork, trace_stage
@@ -49,15 +46,15 @@ MORE = {
 }
 
 
-def _config(layout: str, **sections: dict) -> Config:
+def _config(layout, **sections):
     job = config_from_dict(BASE, JOB, sections)
     return parse_layout(layout).apply(job, 2 if "pp" in layout else 1)
 
 
-def _peak(config: Config, share: float) -> int:
+def _peak(config, share):
     """Return the most bytes that live at once on this rank, with this share of the tokens crowded."""
 
-    def choose(router: Router, ranking: Tensor) -> Tensor:
+    def choose(router, ranking):
         tokens = torch.arange(ranking[..., 0].numel()).view(*ranking.shape[:-1], 1)
         first = (TOP_K * tokens).masked_fill(tokens < share * tokens.numel(), 0)
         return (first + torch.arange(TOP_K)) % NUM_EXPERTS
@@ -69,9 +66,7 @@ def _peak(config: Config, share: float) -> int:
 _all_to_all = dist.all_to_all_single
 
 
-def _with_copies(
-    arrived: Tensor, sent: Tensor, *sizes: list[int], group: dist.ProcessGroup, async_op: bool = False
-) -> None:
+def _with_copies(arrived, sent, *sizes, group, async_op=False):
     """Exchange copies that nobody counts: a thread of Gloo keeps what it was given for a moment longer."""
     with _disable_current_modes():
         copy = torch.empty_like(arrived)
@@ -79,14 +74,14 @@ def _with_copies(
         arrived.copy_(copy)
 
 
-def _peaks(config: Config) -> list[int]:
+def _peaks(config):
     with mock.patch.object(dist, "all_to_all_single", _with_copies):
         return [_peak(config, share) for share in CROWDED]
 
 
 @pytest.mark.uncounted
 @pytest.mark.parametrize("name", CASES | MORE if FULL else CASES)
-def test_ranks_stay_within_the_plan_however_tokens_choose(run_ranks, name: str) -> None:
+def test_ranks_stay_within_the_plan_however_tokens_choose(run_ranks, name):
     layout_name, sections = (CASES | MORE)[name]
     layout = parse_layout(layout_name)
     config = _config(layout_name, **sections)
@@ -103,7 +98,7 @@ def test_ranks_stay_within_the_plan_however_tokens_choose(run_ranks, name: str) 
 
 
 @pytest.mark.parametrize(("recompute", "widened"), [("none", 4), ("selective", 2), ("full", 0)])
-def test_each_further_row_keeps_in_each_layer_what_a_count_by_hand_says(recompute: str, widened: int) -> None:
+def test_each_further_row_keeps_in_each_layer_what_a_count_by_hand_says(recompute, widened):
     """A block keeps a row's input, the outputs of gate and up, that of their product, weighted and not, in BF16, and
     the weight. The row's place is kept for the way back, and for a repetition of the whole block.
     """
@@ -116,7 +111,7 @@ def test_each_further_row_keeps_in_each_layer_what_a_count_by_hand_says(recomput
     assert worst - even == 2 * row * (8 - 2) * 8 * 64
 
 
-def test_the_worst_case_on_a_gpu_has_groups_padded_to_twice_their_rows() -> None:
+def test_the_worst_case_on_a_gpu_has_groups_padded_to_twice_their_rows():
     """Padding is alive while a product is computed: at most its input and its output, in halves. BF16 has none."""
     config = _config("dp2")
     rows, sizes = TOP_K * 8 * 64, (128, 192)
@@ -127,7 +122,7 @@ def test_the_worst_case_on_a_gpu_has_groups_padded_to_twice_their_rows() -> None
         assert padding // 4 <= worst.forward - even.forward <= padding
 
 
-def test_the_report_says_what_uneven_routing_takes() -> None:
+def test_the_report_says_what_uneven_routing_takes():
     config = _config("dp4ep4")
     plan = plan_memory(config, 4, "gpu")
     rows = expert_rows(config, plan, None)
@@ -147,7 +142,7 @@ def test_the_report_says_what_uneven_routing_takes() -> None:
 
 
 @pytest.mark.parametrize(("layout", "method"), [("dp2", "exchange"), ("dp2ep2", "gather")])
-def test_rows_that_no_routing_changes_are_said_once(layout: str, method: str) -> None:
+def test_rows_that_no_routing_changes_are_said_once(layout, method):
     config = _config(layout, **BF16).with_keys(parallelism={"ep_method": method})
     rows = expert_rows(config, plan := plan_memory(config, 2, "gpu"), None)
     assert (rows.even, rows.worst_peak) == (rows.worst, plan.peak)
@@ -156,13 +151,13 @@ def test_rows_that_no_routing_changes_are_said_once(layout: str, method: str) ->
     assert not any("even routing" in line for line in lines)
 
 
-def test_rows_are_planned_that_do_not_divide_by_the_ranks() -> None:
+def test_rows_are_planned_that_do_not_divide_by_the_ranks():
     config = _config("dp4ep4").with_keys(model={"seq_len": 9}, training={"micro_batch_size": 1})
     rows = expert_rows(config, plan_memory(config, 4, "gpu"), None)
     assert (rows.even, rows.worst) == (2 * 9, 2 * 4 * 9)
 
 
-def test_more_ranks_for_the_experts_are_proposed_with_the_peak_that_they_lead_to() -> None:
+def test_more_ranks_for_the_experts_are_proposed_with_the_peak_that_they_lead_to():
     config = _config("dp4-parameters", **BF16, **FULL_RECOMPUTE).with_keys(
         model={"seq_len": 63}, training={"micro_batch_size": 1}
     )  # no other ways

@@ -2,10 +2,7 @@
 = "parameters"`, as `train --check --memory` says.
 """
 
-from __future__ import annotations
-
 import resource
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,33 +10,30 @@ import torch
 from megamix.builders.objects import build_engine, build_runner
 from megamix.cli import main
 from megamix.comm.topology import Topology
-from megamix.config import Config, config_to_toml
+from megamix.config import config_to_toml
 from megamix.data.loader import Batch
 from megamix.parallel.build import build_model, drawn
 from megamix.parallel.micro_batch_runner import MicroBatch
 from megamix.tools.plan.memory_plan import plan_memory
 from megamix.tools.ranks import RankPool
+from tests.builders import tiny_job, write_data
 from tests.conftest import FULL
-from tests.train.jobs import tiny_job, write_data
 
 RANKS, STEPS, LIMIT = 4, 10, 3 * 2**30
 
 
-def large_job(folder: Path, shard: str) -> Config:
+def large_job(folder, shard):
     return tiny_job(
         folder,
-        model={
-            "vocab_size": 16384, "seq_len": 128, "hidden_size": 1280, "num_layers": 24, "num_heads": 20,
-            "tie_embeddings": False,
-        },
+        vocab_size=16384, seq_len=128, hidden_size=1280, num_layers=24, num_heads=20, tie_embeddings=False,
         optimizer={"compile": False, "lr": 1e-3},
-        precision={"dtype": "bf16"},
-        parallelism={"shard": shard},
-        training={"steps": STEPS, "micro_batch_size": 1, "global_batch_size": RANKS},
+        dtype="bf16",
+        shard=shard,
+        steps=STEPS, micro_batch_size=1, global_batch_size=RANKS,
     )  # fmt: skip
 
 
-def _train(config: Config) -> tuple[list[float], int]:
+def _train(config):
     """Return the loss of each step, and the peak of this rank's resident memory in bytes.
 
     malloc gives freed memory back here; that of a job on CPUs keeps it for speed.
@@ -58,9 +52,7 @@ def _train(config: Config) -> tuple[list[float], int]:
     return losses, 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def test_a_check_names_the_setting_in_which_a_large_model_fits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_check_names_the_setting_in_which_a_large_model_fits(tmp_path, monkeypatch, capsys):
     write_data(tmp_path / "data")
     monkeypatch.setenv("WORLD_SIZE", str(RANKS))
     for shard in ("states", "parameters"):
@@ -74,7 +66,7 @@ def test_a_check_names_the_setting_in_which_a_large_model_fits(
 
 
 @pytest.mark.skipif(not FULL, reason="--full: 4 ranks of 3 GiB, minutes")
-def test_a_large_model_trains_in_what_was_planned(tmp_path: Path) -> None:
+def test_a_large_model_trains_in_what_was_planned(tmp_path):
     config = large_job(tmp_path, "parameters")
     assert plan_memory(config, RANKS, "cpu").parameters > 500e6
     with RankPool(RANKS, environment={"OMP_NUM_THREADS": "1"}, deadline_s=1500.0) as ranks:

@@ -2,20 +2,17 @@
 ran passes it, and the table's settings are those of a job that starts.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import re
 from collections import defaultdict
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from megamix.arguments import Failed
 from megamix.cli import main
-from megamix.config import Config, FirstLayers, check_world_size, load_config
+from megamix.config import FirstLayers, check_world_size, load_config
 from megamix.config.checks import check_config
 from megamix.tools.plan.layout_picture import draw
 from megamix.tools.plan.layout_report import fastest, why_none
@@ -26,18 +23,18 @@ from megamix.tools.plan.memory_plan import plan_memory
 from megamix.tools.plan.time_constants import fitted_constants
 from megamix.tools.plan.time_hardware import load_hardware
 from tests.conftest import FULL
-from tests.tools.plan.published import PublishedRow, published_rows, settings_of
+from tests.tools.plan.published import published_rows, settings_of
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 HARDWARE, CONSTANTS = load_hardware("h100-sxm"), fitted_constants()
 SMALL = [str(CONFIGS / "gpt2-124m.toml"), "model.num_layers=4"]
 
 
-def search(config: Config, limit: int = int(HARDWARE.memory_bytes) - RESERVED) -> LayoutSearch:
+def search(config, limit=int(HARDWARE.memory_bytes) - RESERVED):
     return LayoutSearch(config, HARDWARE, CONSTANTS, limit)
 
 
-def drawn(rng: random.Random) -> tuple[Config, int]:
+def drawn(rng):
     """Draw a job that the configuration's checks take, and the size of its dp."""
     while True:
         names = ["gpt2-124m", "llama3.2-1b", "qwen3-0.6b", "qwen3-30b-a3b", "gemma3-270m", "llama3.1-8b"]
@@ -66,18 +63,18 @@ def drawn(rng: random.Random) -> tuple[Config, int]:
             return config, dp
 
 
-def _others(config: Config) -> int:
+def _others(config):
     ranks = config.parallelism
     return ranks.tp_size * ranks.pp_size * ranks.cp_size
 
 
 @pytest.mark.parametrize("seed", range(100 if FULL else 6))
-def test_the_filter_drops_nothing_that_the_trace_takes(seed: int) -> None:
+def test_the_filter_drops_nothing_that_the_trace_takes(seed):
     config, dp = drawn(random.Random(seed))
     assert LeastMemory(config, dp).peak() <= plan_memory(config, dp, "gpu").peak
 
 
-def configs_of(row: PublishedRow) -> Iterator[Config]:
+def configs_of(row):
     """Yield a published row as jobs of megamix that share out as much: one, or one for each setting it may mean."""
     for job in settings_of(row):
         again, fully = job.recompute, job.traffic.gathers > job.micro_batches
@@ -102,7 +99,7 @@ def configs_of(row: PublishedRow) -> Iterator[Config]:
         )
 
 
-def test_every_published_row_that_ran_fits_in_memory() -> None:
+def test_every_published_row_that_ran_fits_in_memory():
     for row in published_rows():
         peaks = [LeastMemory(config, row.job.dp).peak() for config in configs_of(row)]
         assert min(peaks) < row.hardware.memory_bytes, (row.model, row.note)
@@ -111,7 +108,7 @@ def test_every_published_row_that_ran_fits_in_memory() -> None:
             assert plan_memory(config, row.job.dp, "gpu").peak < row.hardware.memory_bytes, (row.model, row.note)
 
 
-def test_layouts_fit_and_come_in_the_order_of_their_time() -> None:
+def test_layouts_fit_and_come_in_the_order_of_their_time():
     limit = 2 * 2**30
     config = load_config(SMALL[0], SMALL[1:])
     found = [*fastest(search(config, limit), 8, 3)]
@@ -123,9 +120,7 @@ def test_layouts_fit_and_come_in_the_order_of_their_time() -> None:
         assert plan_memory(layout.config, layout.job.dp, "gpu").peak == peak <= limit
 
 
-def test_the_table_has_a_row_a_layout_and_settings_that_make_the_first_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_table_has_a_row_a_layout_and_settings_that_make_the_first_one(tmp_path, capsys):
     assert main(["plan", *SMALL, "--gpus", "8"]) == 0
     titles, *rows, predicted, said = capsys.readouterr().out.splitlines()
     assert predicted == "times are predicted; no GPU has run megamix yet (docs/planning.md)"
@@ -155,14 +150,14 @@ def test_the_table_has_a_row_a_layout_and_settings_that_make_the_first_one(
     assert best["days"] == pytest.approx(best["gpu_hours"] / 8 / 24)
     assert b"<svg" in plot.read_bytes()
     (axes,) = draw("", [found[0] for found in layouts.values()]).axes
-    bars = defaultdict[float, float](float)  # length of each row's bar
+    bars = defaultdict(float)  # length of each row's bar
     for box in axes.patches:
         bars[box.get_y()] += box.get_width()
     costs = [1e6 / found[0]["tokens_per_s"] for found in layouts.values()]
     assert [*bars.values()] == pytest.approx(costs)
 
 
-def test_numbers_of_gpus_without_a_layout_say_why() -> None:
+def test_numbers_of_gpus_without_a_layout_say_why():
     config = load_config(SMALL[0], SMALL[1:])
     assert why_none(search(config, 2**20), 8) == "no layout fits 0.0 GiB; take more GPUs"
     said = why_none(search(config.with_keys(training={"global_batch_size": 12})), 1024)
@@ -171,7 +166,7 @@ def test_numbers_of_gpus_without_a_layout_say_why() -> None:
     assert said.startswith("no layout is a job that would start; take fewer GPUs; of the fastest: parallelism.")
 
 
-def test_a_run_of_ones_own_narrows_the_band(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_of_ones_own_narrows_the_band(tmp_path, capsys):
     (tmp_path / "config.toml").write_text(f'base = "{SMALL[0]}"\nmodel.num_layers = 4\n')
     start = {"t": 1.0, "at": 0.0, "starts": 1, "step": 0, "kind": "start", "phase": "start", "seconds": {}, "ranks": 8}
     (tmp_path / "events.jsonl").write_text(f"{json.dumps(start)}\n")
@@ -204,7 +199,7 @@ def test_a_run_of_ones_own_narrows_the_band(tmp_path: Path, capsys: pytest.Captu
 
 
 @pytest.mark.parametrize("text", ["hello", "[1]", "{}", '{"check": 1}', '{"fit": true}'])
-def test_rates_are_what_doctor_prints(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rates_are_what_doctor_prints(text, tmp_path, capsys):
     (tmp_path / "rates.json").write_text(text)
     assert main(["plan", *SMALL, "--gpus", "8", "--rates", str(tmp_path / "rates.json")]) == 2
     said = capsys.readouterr().err
@@ -220,7 +215,7 @@ def test_rates_are_what_doctor_prints(text: str, tmp_path: Path, capsys: pytest.
         (["precision.fp8.recipe=tensorwise", "--gpus", "8", "--hardware", "a100"], "a100 has no products in FP8"),
     ],
 )
-def test_wrong_flags_are_named(flags: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_flags_are_named(flags, said, capsys):
     assert main(["plan", *SMALL, *flags]) == 2
     assert said in capsys.readouterr().err
 
@@ -233,15 +228,13 @@ def test_wrong_flags_are_named(flags: list[str], said: str, capsys: pytest.Captu
         (["--gpus", "8", "--memory", "many"], "--memory: got 'many'"),
     ],
 )
-def test_what_is_no_size_and_no_number_is_named(
-    flags: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_no_size_and_no_number_is_named(flags, said, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["plan", *SMALL, *flags])
     assert said in capsys.readouterr().err
 
 
-def test_a_number_without_a_layout_fails(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_number_without_a_layout_fails(capsys):
     assert main(["plan", *SMALL, "--gpus", "8", "--memory", "1MiB"]) == 1
     assert "no layout fits 0.0 GiB" in capsys.readouterr().out
     assert issubclass(Failed, str)

@@ -1,15 +1,13 @@
 """After its second update a run logs planned and measured memory, and warns if they differ by 10 % or more."""
 
 import gc
-from collections.abc import Iterator
 
 import pytest
 import torch
 
 from megamix.builders.objects import build_engine, plan_pipeline
 from megamix.comm.topology import Topology
-from megamix.config import Config, axis_sizes, grad_accum_steps
-from megamix.mixed_precision.engine import ShardedEngine
+from megamix.config import axis_sizes, grad_accum_steps
 from megamix.model.transformer import Transformer
 from megamix.parallel.build import build_model, undrawn
 from megamix.tools.plan import memory_plan
@@ -18,13 +16,13 @@ from tests.tools.plan.test_memory_plan import SCALARS, _config, held_by
 from tests.tools.verify.jobs import make_config
 
 
-def _engine() -> ShardedEngine:
+def _engine():
     model = Transformer(_config().model)
     return build_engine(_config(), model, [*model.blocks], 4)
 
 
 @pytest.fixture
-def others() -> Iterator[int]:
+def others():
     """Return the bytes that other tests and libraries hold.
 
     They are kept alive: memory freed meanwhile would hide new memory.
@@ -35,7 +33,7 @@ def others() -> Iterator[int]:
     del kept
 
 
-def test_what_an_engine_holds_is_what_was_planned(others: int) -> None:
+def test_what_an_engine_holds_is_what_was_planned(others):
     engine = _engine()
     gc.collect()
     held = memory_plan._live_bytes() - others
@@ -44,7 +42,7 @@ def test_what_an_engine_holds_is_what_was_planned(others: int) -> None:
 
 
 @pytest.mark.parametrize(("extra", "warns"), [(0.08, False), (-0.08, False), (0.12, True), (-0.12, True)])
-def test_more_than_a_tenth_apart_is_a_warning(monkeypatch: pytest.MonkeyPatch, extra: float, warns: bool) -> None:
+def test_more_than_a_tenth_apart_is_a_warning(monkeypatch, extra, warns):
     planned = sum(memory_plan.held_memory(_config(), 1, 0, "cpu")[0].values())
     monkeypatch.setattr(memory_plan, "_live_bytes", lambda: int(planned * (1 + extra)))
     line = memory_line(_config(), _engine())
@@ -52,7 +50,7 @@ def test_more_than_a_tenth_apart_is_a_warning(monkeypatch: pytest.MonkeyPatch, e
     assert ("WARNING" in line) == warns
 
 
-def test_every_storage_counts_once_while_a_tensor_refers_to_it(others: int) -> None:
+def test_every_storage_counts_once_while_a_tensor_refers_to_it(others):
     tensor = torch.zeros(1 << 18)
     view = tensor[1:]
     assert memory_plan._live_bytes() - others == 1 << 20
@@ -62,7 +60,7 @@ def test_every_storage_counts_once_while_a_tensor_refers_to_it(others: int) -> N
     assert memory_plan._live_bytes() - others == 0
 
 
-def _held_on_a_mesh(config: Config) -> tuple[dict[str, int], dict[str, int]]:
+def _held_on_a_mesh(config):
     """Return (planned, held) by this rank of a job."""
     section, stages = config.parallelism, plan_pipeline(config)
     topology = Topology.connect(**axis_sizes(section))
@@ -76,7 +74,7 @@ def _held_on_a_mesh(config: Config) -> tuple[dict[str, int], dict[str, int]]:
 
 @pytest.mark.parametrize("layout", ["tp2pp2", "dp2tp2", "dp2pp2", "cp2pp2", "replicas2dp2"])
 @pytest.mark.parametrize("reduce_dtype", ["half", "half_fp32_sum"])
-def test_what_ranks_of_a_mesh_hold_is_planned_without_them(run_ranks, layout: str, reduce_dtype: str) -> None:
+def test_what_ranks_of_a_mesh_hold_is_planned_without_them(run_ranks, layout, reduce_dtype):
     config = make_config(layout, dtype="bf16", accumulation=4, sequence_parallel="tp" in layout)
     for planned, held in run_ranks(_held_on_a_mesh, 4, config.with_keys(precision={"reduce_dtype": reduce_dtype})):
         assert planned == held

@@ -2,19 +2,15 @@
 buckets to the byte, each phase's peak within 5 %.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
 import torch
 
 from megamix.builders.objects import build_training
-from megamix.comm.topology import Topology
-from megamix.config import Config, ModelConfig, config_from_dict
+from megamix.config import config_from_dict
 from megamix.data.loader import Batch
 from megamix.live_storage import LiveStorage
-from megamix.mixed_precision.engine import ShardedEngine
 from megamix.model.transformer import Block, Transformer
 from megamix.parallel.micro_batch_runner import MicroBatch
 from megamix.parallel.pipeline_parallel import SCHEDULES
@@ -39,11 +35,11 @@ BASE = {
 SCALARS = 500
 
 
-def _config(**sections: dict) -> Config:
+def _config(**sections):
     return config_from_dict(BASE, sections)
 
 
-def _pipeline(pp_schedule: str, pp_size: int = 2) -> dict[str, object]:
+def _pipeline(pp_schedule, pp_size=2):
     return {"pp_size": pp_size, "pp_schedule": pp_schedule}
 
 
@@ -81,7 +77,7 @@ CONFIGS = {  # the layout, and the settings that differ from BASE
                 "attention_gate": True,
                 "activation": "geglu",
                 "z_loss": 1e-4,
-            },
+            }
         },
     ),
     "fp32, positions divided, recompute": ("cp2", {"model": {"recompute": "full"}, "precision": {"dtype": "fp32"}}),
@@ -193,7 +189,7 @@ ALL = {
 SOME = [name for name in (*[*CONFIGS][::2], *MUON, *[*SHARDED][::2]) if name in ALL]
 
 
-def held_by(engine: ShardedEngine) -> dict[str, int]:
+def held_by(engine):
     """Return the bytes that an engine holds between steps, by the plan's categories."""
     buckets, sums = engine.buckets, [bucket.grad_sum for bucket in engine.buckets]
     states = [state for bucket in buckets for of_span in bucket.states for state in of_span.values()]
@@ -210,14 +206,14 @@ def held_by(engine: ShardedEngine) -> dict[str, int]:
     return {name: storage_bytes(tensors) for name, tensors in held.items()}
 
 
-def _measured(config: Config) -> tuple[Topology, dict[str, int], dict[str, int], int]:
+def _measured(config):
     """Return measurements of one rank that takes two steps: its place, bytes by category, peak of each phase, and bytes
     that live between steps.
     """
-    phases: dict[str, int] = {}
+    phases = {}
     with LiveStorage() as tracker:
 
-        def ends(phase: str) -> None:
+        def ends(phase):
             phases[phase] = max(phases.get(phase, 0), tracker.peak_bytes)
             tracker._recount()
             tracker.peak_bytes = tracker.live_bytes
@@ -237,7 +233,7 @@ def _measured(config: Config) -> tuple[Topology, dict[str, int], dict[str, int],
     return replace(engine.topology, groups={}), held, phases, live
 
 
-def _batch(config: Config) -> MicroBatch:
+def _batch(config):
     shape = (config.training.micro_batch_size, config.model.seq_len)
     tokens, targets = (torch.zeros(shape, dtype=torch.int64) for _ in range(2))
     return MicroBatch(Batch(tokens, targets, None, targets.numel()))
@@ -245,7 +241,7 @@ def _batch(config: Config) -> MicroBatch:
 
 @pytest.mark.uncounted
 @pytest.mark.parametrize("name", also_wide(ALL if FULL else SOME, "gpt bf16, two ranks", "muon, whole"))
-def test_what_is_planned_is_what_ranks_hold(run_ranks, name: str) -> None:
+def test_what_is_planned_is_what_ranks_hold(run_ranks, name):
     layout_name, sections, *given = ALL[name]
     layout = parse_layout(layout_name)
     config = layout.apply(_config(**sections), *given or [4 if FULL else 2])
@@ -272,7 +268,7 @@ def test_what_is_planned_is_what_ranks_hold(run_ranks, name: str) -> None:
         assert most["build"] < max(most["passes"], most["step"])
 
 
-def test_how_many_matrices_travel_is_said() -> None:
+def test_how_many_matrices_travel_is_said():
     """The line also tells the bucket_size with which none would travel, if there is one.
 
     There are four blocks of four matrices of 256 x 256 and three of 256 x 704: 3,211,264 elements.
@@ -298,7 +294,7 @@ def test_how_many_matrices_travel_is_said() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "has_mask"), [("bf16", False), ("fp32", True)])
-def test_packed_documents_take_a_mask_on_a_gpu_in_fp32_alone(dtype: str, has_mask: bool) -> None:
+def test_packed_documents_take_a_mask_on_a_gpu_in_fp32_alone(dtype, has_mask):
     sections = {"precision": {"dtype": dtype}, "model": {"seq_len": 512, "vocab_size": 64}}
     packed, plain = (
         plan_memory(_config(**sections, data={"packing": packing}), 1, "gpu").phases
@@ -310,12 +306,12 @@ def test_packed_documents_take_a_mask_on_a_gpu_in_fp32_alone(dtype: str, has_mas
 
 
 @pytest.mark.parametrize(("data", "there"), [({}, False), ({"valid": "none"}, True), ({"split": [95, 5]}, True)])
-def test_a_pipeline_that_evaluates_holds_the_buffers_for_it(data: dict, there: bool) -> None:
+def test_a_pipeline_that_evaluates_holds_the_buffers_for_it(data, there):
     config = parse_layout("pp2").apply(_config(data=data), 4)
     assert (EVALUATION in plan_rank(config, 1, 0, "cpu").held) == there
 
 
-def _evaluation_bytes(config: Config) -> tuple[int, int]:
+def _evaluation_bytes(config):
     """Return the rank of the pipeline, and the bytes that the first evaluation adds on it."""
     with LiveStorage() as tracker:
         runner = build_training(config, torch.device("cpu"))
@@ -339,9 +335,7 @@ def _evaluation_bytes(config: Config) -> tuple[int, int]:
         ("tp2pp2", {"sequence_parallel": True}),
     ][: None if FULL else 2],
 )
-def test_an_evaluation_in_parts_keeps_the_planned_buffers(
-    run_ranks, layout_name: str, parallelism: dict[str, object]
-) -> None:
+def test_an_evaluation_in_parts_keeps_the_planned_buffers(run_ranks, layout_name, parallelism):
     layout = parse_layout(layout_name)
     sections = {"model": {"num_layers": 4}, "parallelism": parallelism, "training": {"micro_batch_size": 1}}
     config = layout.apply(_config(**sections, data={"valid": "none"}), 16)
@@ -351,10 +345,10 @@ def test_an_evaluation_in_parts_keeps_the_planned_buffers(
         assert planned - tokens <= held <= planned + SCALARS, pp_rank
 
 
-def test_the_ranks_of_a_pipeline_build_each_block_once_and_one_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_ranks_of_a_pipeline_build_each_block_once_and_one_schedule(monkeypatch):
     built, scheduled, block, schedule = [], [], Transformer.block, SCHEDULES["1f1b"]
 
-    def spy(model: Transformer, config: ModelConfig, layer: int) -> Block:
+    def spy(model, config, layer):
         built.append(layer)
         return block(model, config, layer)
 
@@ -367,15 +361,15 @@ def test_the_ranks_of_a_pipeline_build_each_block_once_and_one_schedule(monkeypa
     assert len(scheduled) == 1
 
 
-def test_buffers_that_a_forward_moves_are_planned_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_buffers_that_a_forward_moves_are_planned_twice(monkeypatch):
     """The engine copies such buffers. The size is used only here, for earlier traces are remembered."""
     build, forward = Block.__init__, Block.forward
 
-    def counted(block: Block, *args: object, **kwargs: object) -> None:
+    def counted(block, *args, **kwargs):
         build(block, *args, **kwargs)
         block.register_buffer("calls", torch.zeros(100), persistent=False)
 
-    def moving(block: Block, *args: object, **kwargs: object) -> torch.Tensor:
+    def moving(block, *args, **kwargs):
         block.calls += 1
         return forward(block, *args, **kwargs)
 

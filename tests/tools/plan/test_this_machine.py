@@ -1,7 +1,5 @@
 """Rates that `megamix doctor --json` prints, as hardware of the time model."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, replace
 
 import pytest
@@ -13,7 +11,7 @@ from megamix.tools.doctor.measured import judge_rates, judge_wire
 from megamix.tools.plan.time_hardware import load_hardware, measured_hardware
 
 
-def test_a_cpus_rates_are_those_that_doctor_saw() -> None:
+def test_a_cpus_rates_are_those_that_doctor_saw():
     wire = judge_wire(
         [{"reduce-scatter": 1e9, "all-gather": 3e9}, {"reduce-scatter": 2e9, "all-gather": 3e9}], on_gpus=False
     )
@@ -25,13 +23,13 @@ def test_a_cpus_rates_are_those_that_doctor_saw() -> None:
     assert hardware.link_bytes_per_s == pytest.approx(1.5e9)  # as long as the slowest rank's two together
 
 
-def test_ranks_share_the_cores_of_a_cpu() -> None:
+def test_ranks_share_the_cores_of_a_cpu():
     hardware = replace(load_hardware("cpu"), cores=6, dense_flops=10.0)
     assert [hardware.shared(ranks).dense_flops for ranks in (1, 2, 4, 6, 12)] == [60, 30, 10, 10, 5]
     assert load_hardware("cpu").shared(12) == load_hardware("cpu")
 
 
-def test_a_gpu_keeps_its_peak_and_what_was_not_measured() -> None:
+def test_a_gpu_keeps_its_peak_and_what_was_not_measured():
     base = load_hardware("h100-sxm")
     card = "NVIDIA H100 80GB HBM3"
     rates = judge_rates([({"products": 700e12, "copy": 2.8e12}, [])], card)

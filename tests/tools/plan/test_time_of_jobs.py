@@ -2,10 +2,7 @@
 processor time of more ranks than cores.
 """
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +11,7 @@ from tests.conftest import FULL
 from tests.tools.plan.measured_jobs import CALIBRATED, FILE, Measurements, main
 
 
-def judge(file: Path) -> None:
+def judge(file):
     measurements = Measurements.of(json.loads(file.read_text(encoding="utf-8")))
     off = [abs(share) for name, share in measurements.off().items() if name not in CALIBRATED]
     assert len(off) == 10
@@ -24,11 +21,11 @@ def judge(file: Path) -> None:
     assert np.mean([(seen > 1) == (foreseen > 1) for seen, foreseen in pairs]) >= 0.9
 
 
-def test_jobs_that_were_measured_once_are_predicted() -> None:
+def test_jobs_that_were_measured_once_are_predicted():
     judge(FILE)
 
 
 @pytest.mark.skipif(not FULL, reason="--full: 32 jobs on a machine where nothing else computes, 15 minutes")
-def test_jobs_of_this_machine_are_predicted(tmp_path: Path) -> None:
+def test_jobs_of_this_machine_are_predicted(tmp_path):
     main([str(tmp_path / "measured.json")])
     judge(tmp_path / "measured.json")

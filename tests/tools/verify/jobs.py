@@ -1,39 +1,32 @@
 """Small configurations to verify, and bugs to plant in them."""
 
-from __future__ import annotations
-
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megamix.comm.collectives import GlooCollectives
-from megamix.config import Config, config_from_dict
+from megamix.config import config_from_dict
 from megamix.data.loader import Batch
 from megamix.mixed_precision import engine as engine_module
 from megamix.mixed_precision import group_scalars
 from megamix.mixed_precision.bucket import Bucket
 from megamix.mixed_precision.engine import ShardedEngine
-from megamix.mixed_precision.flat_layout import ParamSpec
 from megamix.mixed_precision.nag import NAG
 from megamix.mixed_precision.optimizers import Optimizer
 from megamix.mixed_precision.param_gather import ParamGather
 from megamix.mixed_precision.step import StepProgress
 from megamix.mixed_precision.unit_gather import UnitGather
 from megamix.mixed_precision.unseen_writes import UnseenWrites
-from megamix.mixed_precision.update_slice import UpdateGroup
 from megamix.model import decoder
 from megamix.model.layers import RotaryTable, RotaryTables
 from megamix.model.ops import SEES_ALL, Ops
 from megamix.parallel import build, tensor_parallel
 from megamix.tools.verify.core.layout import parse_layout
-from megamix.tools.verify.core.observed_step import ObservedStep
 from megamix.tools.verify.layouts.observe import observe
 from tests.tools.verify.expert_bugs import EXPERT_BUGS
 from tests.tools.verify.fp8_bugs import FP8_BUGS
@@ -52,22 +45,22 @@ UPDATES, OVERFLOW_AT = 2, 1
 
 
 def make_config(
-    layout: str,
+    layout,
     *,
-    family: str = "llama",
-    dtype: str = "fp16",
-    tied: bool = True,
-    accumulation: int = 2,
-    schedule: str = "1f1b",
-    sequence_parallel: bool = False,
-    loss_scale: float | None = None,
-    packing: str = "none",
-    shard: str = "states",
-    cp_method: str = "gather",
-    model: Mapping[str, object] | None = None,
-    average: float | None = None,
-    **optimizer: object,
-) -> Config:
+    family="llama",
+    dtype="fp16",
+    tied=True,
+    accumulation=2,
+    schedule="1f1b",
+    sequence_parallel=False,
+    loss_scale=None,
+    packing="none",
+    shard="states",
+    cp_method="gather",
+    model=None,
+    average=None,
+    **optimizer,
+):
     """Return a small job.
 
     `accumulation`: micro-batches a step; with stages pp_size, or twice that for more than one. `loss_scale`: None for
@@ -102,15 +95,15 @@ def make_config(
     return place.apply(config_from_dict(tree), accumulation).with_keys(parallelism={"cp_method": cp_method})
 
 
-def observe_case(config: Config) -> list[ObservedStep]:
+def observe_case(config):
     return observe(config, UPDATES, OVERFLOW_AT)
 
 
-def observe_bugs(cases: Sequence[tuple[Config, str]], overflow_at: int | None = None) -> list[list[ObservedStep]]:
+def observe_bugs(cases, overflow_at=None):
     return [observe_bug(*case, overflow_at) for case in cases]
 
 
-def observe_bug(config: Config, bug: str, overflow_at: int | None = None) -> list[ObservedStep]:
+def observe_bug(config, bug, overflow_at=None):
     """Return the steps of `observe` with a bug planted on every rank, or with none.
 
     The engine does not look at its half parameters itself: `verify` must see their damage.
@@ -120,7 +113,7 @@ def observe_bug(config: Config, bug: str, overflow_at: int | None = None) -> lis
 
 
 @contextmanager
-def gradients_not_reduced() -> Iterator[None]:
+def gradients_not_reduced():
     """One bucket's reduction is left out: every rank keeps its own gradient."""
     whole = GlooCollectives.reduce_scatter
 
@@ -142,7 +135,7 @@ def gradients_not_reduced() -> Iterator[None]:
         yield
 
 
-def _squares_times(factor: Callable[[ParamSpec], float]) -> object:
+def _squares_times(factor):
     """Plant a factor into the squares that each piece of a parameter adds to the norm."""
     right = engine_module.stats_by_piece
 
@@ -155,25 +148,25 @@ def _squares_times(factor: Callable[[ParamSpec], float]) -> object:
     return mock.patch.object(engine_module, "stats_by_piece", wrong)
 
 
-def norm_counted_per_rank() -> object:
+def norm_counted_per_rank():
     """Every rank's squares count as often as there are ranks, as if a replicated norm had no 1 / copies."""
     return _squares_times(lambda spec: dist.get_world_size())
 
 
-def norm_leaves_out() -> object:
+def norm_leaves_out():
     return _squares_times(lambda spec: float(spec.name != "embedding.weight"))
 
 
-def norm_counts_replicated() -> object:
+def norm_counts_replicated():
     return _squares_times(lambda spec: 1.0 + (spec.shape == spec.full_shape))
 
 
-def norm_of_one_rank() -> object:
+def norm_of_one_rank():
     """The other ranks' sums never arrive."""
     return _squares_times(lambda spec: float(dist.get_rank() == 0))
 
 
-def heads_of_one_rank() -> object:
+def heads_of_one_rank():
     """The first tensor-parallel rank's gradient of what each uses for its own heads counts as if it were the sum."""
     right = tensor_parallel._place
 
@@ -183,7 +176,7 @@ def heads_of_one_rank() -> object:
     return mock.patch.object(tensor_parallel, "_place", wrong)
 
 
-def positions_of_one_rank() -> object:
+def positions_of_one_rank():
     """The first tensor-parallel rank's gradient of replicated parameters counts as if it were that of all positions."""
     right = tensor_parallel._place
 
@@ -194,7 +187,7 @@ def positions_of_one_rank() -> object:
 
 
 @contextmanager
-def tables_in_half() -> Iterator[None]:
+def tables_in_half():
     """Buffers are rounded too, as by a cast of the whole module."""
     right = RotaryTable._fill
 
@@ -208,7 +201,7 @@ def tables_in_half() -> Iterator[None]:
 
 
 @contextmanager
-def table_moves_on_skipped() -> Iterator[None]:
+def table_moves_on_skipped():
     right = ShardedEngine.step
 
     def wrong(self):
@@ -220,34 +213,34 @@ def table_moves_on_skipped() -> Iterator[None]:
         yield
 
 
-def _groups(change: Callable[[UpdateGroup], UpdateGroup]) -> object:
+def _groups(change):
     right = Optimizer.group_of
     return mock.patch.object(Optimizer, "group_of", lambda *args: change(right(*args)))
 
 
-def decay_on_all() -> object:
+def decay_on_all():
     return _groups(lambda group: group._replace(weight_decay=(0.1,)))
 
 
-def frozen_moves() -> object:
+def frozen_moves():
     """A group's factor of the learning rate, zero, is lost."""
     return _groups(lambda group: group._replace(lr_factor=1.0))
 
 
-def betas_of_the_first_group() -> object:
+def betas_of_the_first_group():
     """All groups have the optimizer's betas."""
     return _groups(lambda group: group._replace(betas=((0.9,), (0.95,))))
 
 
 @contextmanager
-def momentum_one_update_early() -> Iterator[None]:
+def momentum_one_update_early():
     """Every update has the momentum of the one after it."""
     right = group_scalars.entry
     with mock.patch.object(group_scalars, "entry", lambda table, update: right(table, update + 1)):
         yield
 
 
-def decay_by_the_other_rule() -> object:
+def decay_by_the_other_rule():
     """Decay is coupled where it should be decoupled, or the reverse."""
     right = NAG.equation
 
@@ -257,7 +250,7 @@ def decay_by_the_other_rule() -> object:
     return mock.patch.multiple(NAG, equation=wrong, library_update_=Optimizer.library_update_)  # not torch's kernel
 
 
-def recomputed_elsewhere() -> object:
+def recomputed_elsewhere():
     """Backward recomputes a block as if the positions were turned by one."""
 
     def wrong(block, x, rotary, *context, **settings):
@@ -274,7 +267,7 @@ def recomputed_elsewhere() -> object:
 
 
 @contextmanager
-def _loss_times(factor: Callable[[StepProgress], Tensor | float]) -> Iterator[None]:
+def _loss_times(factor):
     """Plant a factor into the loss that the plain loop and a pipeline's last stage back-propagate."""
     right = StepProgress.scaled
 
@@ -285,21 +278,21 @@ def _loss_times(factor: Callable[[StepProgress], Tensor | float]) -> Iterator[No
         yield
 
 
-def wrong_divisor() -> object:
+def wrong_divisor():
     """The loss is divided by its micro-batches once more, as if a schedule did it, too."""
     return _loss_times(lambda step: 1 / step.grad_accum_steps)
 
 
-def scale_applied_twice() -> object:
+def scale_applied_twice():
     return _loss_times(lambda step: step.scale_used)
 
 
 @contextmanager
-def stale_gather() -> Iterator[None]:
+def stale_gather():
     """The other ranks' parts of one bucket never arrive."""
     right = ParamGather.updated
 
-    def updated(self, bucket: Bucket) -> None:
+    def updated(self, bucket):
         shared = [one for one in self._buckets if one.owners.axis.size > 1]
         if bucket is not shared[0]:
             right(self, bucket)
@@ -309,7 +302,7 @@ def stale_gather() -> Iterator[None]:
 
 
 @contextmanager
-def unit_freed_early() -> Iterator[None]:
+def unit_freed_early():
     """In backward a unit's weights go as soon as it begins to compute."""
     right = UnitGather.before_backward
 
@@ -324,10 +317,10 @@ def unit_freed_early() -> Iterator[None]:
 
 
 @contextmanager
-def stale_shards() -> Iterator[None]:
+def stale_shards():
     """The gathered weights behind a step are the casts of the masters before it."""
     right = ShardedEngine.step
-    before: dict[Bucket, Tensor] = {}
+    before = {}
 
     def step(self):
         before.update((bucket, bucket.master.clone()) for bucket in self.buckets)
@@ -341,7 +334,7 @@ def stale_shards() -> Iterator[None]:
 
 
 @contextmanager
-def gradients_freed_early() -> Iterator[None]:
+def gradients_freed_early():
     """The last rank's gradients are freed, and their memory taken, before they are sent."""
     right = GlooCollectives.reduce_scatter
 
@@ -355,7 +348,7 @@ def gradients_freed_early() -> Iterator[None]:
 
 
 @contextmanager
-def average_moves_on_skipped() -> Iterator[None]:
+def average_moves_on_skipped():
     """The average of the weights moves in every step, skipped or not."""
     right = Bucket.move_average
 
@@ -367,7 +360,7 @@ def average_moves_on_skipped() -> Iterator[None]:
 
 
 @contextmanager
-def average_of_halves() -> Iterator[None]:
+def average_of_halves():
     """The average is of the half weights."""
     right = Bucket.move_average
 
@@ -381,12 +374,12 @@ def average_of_halves() -> Iterator[None]:
         yield
 
 
-def tied_table_not_summed() -> object:
+def tied_table_not_summed():
     """Each end of a pipeline trains its own copy of the table."""
     return mock.patch.object(build, "replace", lambda placement, owners: placement)
 
 
-BUGS: dict[str, Callable[[], object]] = {
+BUGS = {
     bug.__name__: bug
     for bug in (
         gradients_not_reduced,
@@ -418,11 +411,11 @@ BUGS: dict[str, Callable[[], object]] = {
 
 
 @contextmanager
-def schedule_one_update_late() -> Iterator[None]:
+def schedule_one_update_late():
     """Every update has the lr of the one before it."""
     right = engine_module.entry
 
-    def late(lr_table: Tensor, update: Tensor) -> Tensor:
+    def late(lr_table, update):
         return right(lr_table, (update - 1).clamp(min=1))
 
     with mock.patch.object(engine_module, "entry", late):
@@ -430,13 +423,13 @@ def schedule_one_update_late() -> Iterator[None]:
 
 
 @contextmanager
-def documents_seen_across() -> Iterator[None]:
+def documents_seen_across():
     """Attention crosses from one document into the next: the model is not told where they begin."""
     with mock.patch.object(Batch, "inputs", property(lambda batch: (batch.tokens, batch.targets, None, 0))):
         yield
 
 
-def window_ignored() -> object:
+def window_ignored():
     """The last rank's queries see all keys before them, by a window that is too long."""
     right = Ops.attention
 

@@ -1,9 +1,6 @@
 """Bugs of other Muons, to plant in ours."""
 
-from __future__ import annotations
-
 import importlib
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from unittest import mock
 
@@ -17,7 +14,7 @@ FAMILY = "tests.tools.verify.per_head"
 
 
 @contextmanager
-def matrices_by_parts() -> Iterator[None]:
+def matrices_by_parts():
     """Each rank makes its own part orthogonal: rows of its shard, or its block of a tensor-parallel division."""
     right = MuonUpdate._turn
 
@@ -35,7 +32,7 @@ def matrices_by_parts() -> Iterator[None]:
 
 
 @contextmanager
-def tall_not_orthogonalised() -> Iterator[None]:
+def tall_not_orthogonalised():
     """A path of its own, for tall matrices, lacks the iteration: theirs is SGD with momentum."""
     right = MuonUpdate._turn
 
@@ -48,7 +45,7 @@ def tall_not_orthogonalised() -> Iterator[None]:
 
 
 @contextmanager
-def muon_per_micro_batch() -> Iterator[None]:
+def muon_per_micro_batch():
     """Each micro-batch's gradient is made orthogonal as it comes, and the results are added up."""
     built = ShardedEngine.__init__
 
@@ -66,7 +63,7 @@ def muon_per_micro_batch() -> Iterator[None]:
 
 
 @contextmanager
-def momentum_moves_on_skipped() -> Iterator[None]:
+def momentum_moves_on_skipped():
     """The gradient enters the momentum before anybody knows that the step is skipped."""
     right = MuonUpdate._momentum
 
@@ -78,7 +75,7 @@ def momentum_moves_on_skipped() -> Iterator[None]:
 
 
 @contextmanager
-def moments_move_on_skipped() -> Iterator[None]:
+def moments_move_on_skipped():
     """The rank that computes a direction updates the moments of its rows before it is known whether the step counts."""
     right = MuonUpdate._turn
 
@@ -89,14 +86,14 @@ def moments_move_on_skipped() -> Iterator[None]:
         yield
 
 
-def heads_not_split() -> object:
+def heads_not_split():
     """The rows that the family names are forgotten."""
     family = importlib.import_module(FAMILY).PerHead
     return mock.patch.object(family, "fused", classmethod(lambda cls, config: {}))
 
 
 @contextmanager
-def matrices_decay_twice() -> Iterator[None]:
+def matrices_decay_twice():
     """Matrices decay once by the optimizer's wrapper, and once by its equation."""
     right = Muon.equation
 
@@ -109,7 +106,7 @@ def matrices_decay_twice() -> Iterator[None]:
         yield
 
 
-MUON_BUGS: dict[str, Callable[[], object]] = {
+MUON_BUGS = {
     bug.__name__: bug
     for bug in (
         matrices_by_parts,

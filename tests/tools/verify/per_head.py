@@ -1,9 +1,6 @@
 """A family whose Muon takes each head's queries for a matrix of its own, as if one weight held several."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 from megamix.config import ModelConfig
 from megamix.model.transformer import Transformer
@@ -21,7 +18,7 @@ class PerHead(Transformer):
     name, section, formats = "per_head", PerHeadConfig, ()
 
     @classmethod
-    def fused(cls, config: Any) -> dict[str, Sequence[int]]:
+    def fused(cls, config):
         return {"*.attention.query.weight": (config.hidden_size // config.num_heads,) * config.num_heads}
 
 

@@ -7,11 +7,9 @@ import pytest
 import torch
 
 from megamix.builders import objects
-from megamix.config import Config
-from megamix.tools.verify.core.observed_step import ObservedStep
 from megamix.tools.verify.foreign.judge_trainer import judge_trainer
 from megamix.tools.verify.foreign.trainer import load_trainer
-from megamix.tools.verify.foreign.watch import SeenStep, watch_trainer
+from megamix.tools.verify.foreign.watch import watch_trainer
 from megamix.tools.verify.layouts.judge_steps import judge
 from megamix.tools.verify.layouts.observe import observe
 from tests.conftest import FULL
@@ -23,33 +21,33 @@ MODULES = [f"{block}.{part}" for block in (1, 2, 3) for part in ("norm", "up", "
 PLANTED = [(name, what) for name in MODULES for what in ("output", "gradient")]
 
 
-def watch_planted(name: str, what: str) -> list[SeenStep]:
+def watch_planted(name, what):
     load = watch_trainer.__globals__["load_trainer"]
     with mock.patch.dict(watch_trainer.__globals__, load_trainer=lambda *place: _planted(load(*place), name, what)):
         return watch_trainer(TRAINER, 1, bisect=True)
 
 
-def _planted(trainer: trainers.Deep, name: str, what: str) -> trainers.Deep:
+def _planted(trainer, name, what):
     trainer.wrong = name, what
     return trainer
 
 
 @pytest.mark.parametrize(("name", "what"), PLANTED if FULL else PLANTED[2::9])
-def test_the_planted_module_is_named(run_ranks, name: str, what: str) -> None:
+def test_the_planted_module_is_named(run_ranks, name, what):
     verdict = judge_trainer(load_trainer(TRAINER, ranks=2), run_ranks(watch_planted, 2, name, what))
     where, told = verdict.culprit.split(": ")
     assert where == name
     assert told.startswith("its output is" if what == "output" else "its input gradient is")
 
 
-def test_a_right_training_has_no_culprit(run_ranks) -> None:
+def test_a_right_training_has_no_culprit(run_ranks):
     seen = run_ranks(watch_planted, 2, "", "")
     verdict = judge_trainer(load_trainer(TRAINER, ranks=2), seen)
     assert verdict.differences == []
     assert seen[0][1].tape
 
 
-def observe_planted(config: Config, name: str, what: str) -> list[ObservedStep]:
+def observe_planted(config, name, what):
     build = objects.build_model
 
     def planted(*args, **kwargs):
@@ -74,13 +72,13 @@ def observe_planted(config: Config, name: str, what: str) -> list[ObservedStep]:
         ("cp2", "blocks.0.attention_norm", "gradient"),
     ],
 )
-def test_the_planted_module_of_a_layout_is_named(run_ranks, layout: str, name: str, what: str) -> None:
+def test_the_planted_module_of_a_layout_is_named(run_ranks, layout, name, what):
     config = make_config(layout, dtype="fp32")
     verdict = judge(config, run_ranks(observe_planted, 2, config, name, what), torch.device("cpu"), 1, None)
     assert verdict.culprit.split(": ")[0] == name
 
 
-def test_modules_of_several_dtypes_are_judged_by_the_coarsest(run_ranks) -> None:
+def test_modules_of_several_dtypes_are_judged_by_the_coarsest(run_ranks):
     where = TRAINER.replace("Deep", "Mixed")
     seen = run_ranks(watch_trainer, 2, where, 1, True)
     trainer = load_trainer(where, ranks=2)

@@ -15,7 +15,6 @@ import torch
 
 from megamix import progress
 from megamix.cli import main
-from megamix.config import Config
 from megamix.tools.ranks import RankFailure, RankPool, pool_for
 from megamix.tools.verify.core.table import row
 from megamix.tools.verify.core.verdict import Difference, Verdict
@@ -29,7 +28,7 @@ SMALL = [
 ]  # fmt: skip
 
 
-def test_it_starts_its_own_ranks_and_says_that_they_pass(capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_starts_its_own_ranks_and_says_that_they_pass(capsys):
     assert main(["verify", CONFIG, *SMALL, "--layouts", "dp2"]) == 0
     said = capsys.readouterr()
     assert said.err == f"megamix verify: dp2 on 2 rank(s), 1 of 1; {layout_lines.ATTEMPTS}\n"
@@ -40,9 +39,7 @@ def test_it_starts_its_own_ranks_and_says_that_they_pass(capsys: pytest.CaptureF
     assert line.split()[-1] == "passes"
 
 
-def test_a_difference_is_named_and_is_exit_status_1(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_difference_is_named_and_is_exit_status_1(monkeypatch, capsys):
     verdict = Verdict(attempts=4, worst={"gradient": 31.0})
     verdict.differences += [Difference(0, "gradient", name, 0.5, 0.016) for name in ("norm.weight", "head.weight")]
     monkeypatch.setattr(layout_lines, "verify_layout", lambda *_: verdict)
@@ -61,12 +58,10 @@ def test_a_difference_is_named_and_is_exit_status_1(
         (["training.micro_batch_size=8", "model.seq_len=256"], (8, 256)),
     ],
 )
-def test_the_size_is_small_unless_an_override_says_otherwise(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], overrides: list[str], want: tuple[int, int]
-) -> None:
+def test_the_size_is_small_unless_an_override_says_otherwise(monkeypatch, capsys, overrides, want):
     seen = []
 
-    def verify_layout(config: Config, *_: object) -> Verdict:
+    def verify_layout(config, *_):
         seen.append((config.training.micro_batch_size, config.model.seq_len))
         return Verdict(attempts=4)
 
@@ -77,12 +72,10 @@ def test_the_size_is_small_unless_an_override_says_otherwise(
     assert first == f"at training.micro_batch_size={want[0]} model.seq_len={want[1]} (overrides take another size)"
 
 
-def test_products_in_fp8_are_verified_behind_the_same_job_in_half(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_products_in_fp8_are_verified_behind_the_same_job_in_half(monkeypatch, capsys):
     seen = []
 
-    def verify_layout(config: Config, *_: object) -> Verdict:
+    def verify_layout(config, *_):
         seen.append((config.precision.fp8.recipe, config.training.micro_batch_size))
         return Verdict(attempts=4)
 
@@ -93,7 +86,7 @@ def test_products_in_fp8_are_verified_behind_the_same_job_in_half(
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[2:4]] == ["dp2", "in"]
 
 
-def test_wrong_layouts_are_named_before_any_rank_is_started(capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_layouts_are_named_before_any_rank_is_started(capsys):
     assert main(["verify", CONFIG, "--layouts", "dp2,xp4,dp0,tp4"]) == 2
     said = capsys.readouterr().err
     assert "tp4: parallelism.tp_size: got 4, must divide model.num_heads 6" in said
@@ -101,10 +94,8 @@ def test_wrong_layouts_are_named_before_any_rank_is_started(capsys: pytest.Captu
     assert "got dp0" in said
 
 
-def test_a_rank_that_fails_is_told_and_exit_status_1(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fails(*_: object) -> Verdict:
+def test_a_rank_that_fails_is_told_and_exit_status_1(monkeypatch, capsys):
+    def fails(*_):
         raise RankFailure("rank 1: ValueError: no such thing")
 
     monkeypatch.setattr(layout_lines, "verify_layout", fails)
@@ -131,9 +122,7 @@ def test_a_rank_that_fails_is_told_and_exit_status_1(
         ),
     ],
 )  # fmt: skip
-def test_gpus_that_are_not_there_are_told_before_any_rank_is_started(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], cards: int, told: str
-) -> None:
+def test_gpus_that_are_not_there_are_told_before_any_rank_is_started(monkeypatch, capsys, arguments, cards, told):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: cards)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cards > 0)
     monkeypatch.setattr(layout_lines, "pool_for", None)
@@ -147,29 +136,25 @@ def test_gpus_that_are_not_there_are_told_before_any_rank_is_started(
     ("where", "cards", "expected"),
     [(None, 1, "cpu"), (None, 2, "cuda"), ("cpu", 2, "cpu"), ("cuda", 2, "cuda"), ("cuda:0", 1, "cuda:0")],
 )
-def test_the_gpus_are_used_where_there_are_enough_unless_one_says_otherwise(
-    monkeypatch: pytest.MonkeyPatch, where: str | None, cards: int, expected: str
-) -> None:
+def test_the_gpus_are_used_where_there_are_enough_unless_one_says_otherwise(monkeypatch, where, cards, expected):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: cards)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cards > 0)
     assert pool_for(2, where).where == expected
 
 
-def _sees(name: str) -> str:
+def _sees(name):
     return os.environ[name]
 
 
-def test_a_rank_on_the_cpu_sees_no_gpu() -> None:
+def test_a_rank_on_the_cpu_sees_no_gpu():
     with RankPool(1, environment={"CUDA_VISIBLE_DEVICES": "0"}) as pool:
         assert pool.call(_sees, "CUDA_VISIBLE_DEVICES") == [""]
 
 
-def test_how_long_the_rest_takes_is_told_by_the_ranks_so_far(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_how_long_the_rest_takes_is_told_by_the_ranks_so_far(monkeypatch, capsys):
     times = iter([10.0, 40.0, 100.0])
 
-    def verify_layout(*_: object) -> Verdict:
+    def verify_layout(*_):
         clock.monotonic = partial(float, next(times))
         return Verdict(attempts=4)
 
@@ -185,7 +170,7 @@ def test_how_long_the_rest_takes_is_told_by_the_ranks_so_far(
     ]  # fmt: skip
 
 
-def test_who_is_asked_to_end_ends_the_ranks_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_is_asked_to_end_ends_the_ranks_first(monkeypatch):
     before = signal.getsignal(signal.SIGTERM)
     pool = mock.Mock()
     monkeypatch.setattr(layout_lines, "verify_layout", lambda *_: signal.raise_signal(signal.SIGTERM))

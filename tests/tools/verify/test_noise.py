@@ -2,21 +2,16 @@
 rounding alone moves far from FP64, and a gradient that is a twentieth too large, also that of one matrix of a stack.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 from megamix.model.layers import Head, ParamRule
 from megamix.model.transformer import FeedForward
-from megamix.tools.verify.core.observed_step import ObservedStep
 from megamix.tools.verify.foreign.judge_trainer import judge_trainer
 from megamix.tools.verify.foreign.trainer import load_trainer
 from megamix.tools.verify.foreign.watch import watch_trainer
@@ -29,7 +24,7 @@ CONFIG = make_config("dp1", dtype="bf16")
 
 
 @contextmanager
-def _loss_of_other_logits() -> Iterator[None]:
+def _loss_of_other_logits():
     """With targets, the head takes hidden states that are a tenth larger."""
     right = Head.forward
 
@@ -40,12 +35,12 @@ def _loss_of_other_logits() -> Iterator[None]:
         yield
 
 
-def _observe_wrong() -> list[ObservedStep]:
+def _observe_wrong():
     with _loss_of_other_logits():
         return observe(CONFIG, UPDATES, None)
 
 
-def test_a_family_whose_loss_is_not_that_of_its_logits_is_named(run_ranks) -> None:
+def test_a_family_whose_loss_is_not_that_of_its_logits_is_named(run_ranks):
     ranks = run_ranks(_observe_wrong, 1)
     with _loss_of_other_logits():
         first = judge(CONFIG, ranks, torch.device("cpu"), UPDATES, None).differences[0]
@@ -72,7 +67,7 @@ class HalfInside(ByHand):
         return F.cross_entropy(model.head(x + hidden), batch[1])
 
 
-def test_what_rounding_cannot_have_done_is_a_difference_and_what_it_does_is_none(run_ranks) -> None:
+def test_what_rounding_cannot_have_done_is_a_difference_and_what_it_does_is_none(run_ranks):
     wheres = [f"{__file__}:{name}" for name in ("ByDtype", "HalfInside")]
     wrong, right = (judge_trainer(load_trainer(where), run_ranks(watch_trainer, 1, where, 2)) for where in wheres)
     first = wrong.differences[0]
@@ -87,24 +82,24 @@ class _Stack(nn.Module):
 
     factors = torch.tensor([1.0, 0.02])
 
-    def __init__(self, size: int, wrong: tuple[float, float]):
+    def __init__(self, size, wrong):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(2, size, size))
         self.rules, self.wrong = {"weight": ParamRule("normal", 0.2)}, wrong
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         wrong = torch.tensor(self.wrong, dtype=x.dtype)[:, None, None]
         weight = self.weight * wrong - (self.weight * (wrong - 1)).detach()
-        out: Tensor = torch.einsum("e,eoi,...i->...o", self.factors.to(x.dtype), weight, x)
+        out = torch.einsum("e,eoi,...i->...o", self.factors.to(x.dtype), weight, x)
         return out
 
 
 @contextmanager
-def _stacks(wrong: tuple[float, float] = (1.0, 1.0)) -> Iterator[None]:
+def _stacks(wrong=(1.0, 1.0)):
     """Put a stack in front of each feed-forward part."""
     build, right = FeedForward.__init__, FeedForward.forward
 
-    def init(self: Any, config: Any, *others: Any) -> None:
+    def init(self, config, *others):
         build(self, config, *others)
         self.stack = _Stack(config.hidden_size, wrong)
 
@@ -115,13 +110,13 @@ def _stacks(wrong: tuple[float, float] = (1.0, 1.0)) -> Iterator[None]:
         yield
 
 
-def _observe_stacks(wrong: tuple[float, float]) -> list[ObservedStep]:
+def _observe_stacks(wrong):
     with _stacks(wrong):
         return observe(CONFIG, UPDATES, None)
 
 
 @pytest.mark.parametrize("wrong", [(1.0, 1.0), (1.05, 1.0), (1.0, 1.05)])
-def test_a_gradient_that_is_a_twentieth_too_large_is_named_with_its_matrix(run_ranks, wrong) -> None:
+def test_a_gradient_that_is_a_twentieth_too_large_is_named_with_its_matrix(run_ranks, wrong):
     ranks = run_ranks(_observe_stacks, 1, wrong)
     with _stacks():
         verdict = judge(CONFIG, ranks, torch.device("cpu"), UPDATES, None)

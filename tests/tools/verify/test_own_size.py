@@ -1,18 +1,13 @@
 """`verify` shortens what reaches beyond its short sequences, and says so: a rank that ignores a window is named."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 import torch
 
-from megamix.config import Config
 from megamix.tools.verify.core.own_size import at_own_size, size_told
 from megamix.tools.verify.layouts.judge_steps import judge
+from tests.builders import tiny_job
 from tests.model.their_models import SEQ_LEN, write_config
 from tests.tools.verify.jobs import UPDATES, make_config, observe_bug
-from tests.train.jobs import tiny_job
 
 LONG = {"seq_len": 64, "windows": [64, 0]}
 YARN = {"rope_scaling": {"rule": "yarn", "factor": 4.0}}
@@ -20,7 +15,7 @@ YARN = {"rope_scaling": {"rule": "yarn", "factor": 4.0}}
 
 @pytest.mark.parametrize("layout", ["dp2", "cp2"])
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
-def test_a_rank_that_ignores_a_long_window_is_named(run_ranks, layout: str, dtype: str) -> None:
+def test_a_rank_that_ignores_a_long_window_is_named(run_ranks, layout, dtype):
     config = at_own_size(make_config(layout, dtype=dtype, loss_scale=4.0, model=LONG), [], [layout])
     right, wrong = (
         judge(config, run_ranks(observe_bug, 2, config, bug), torch.device("cpu"), UPDATES, None).differences
@@ -45,21 +40,19 @@ def test_a_rank_that_ignores_a_long_window_is_named(run_ranks, layout: str, dtyp
         ({"rope_scaling": {"rule": "linear", "factor": 4.0}}, [], "model.seq_len=8"),
     ],
 )  # fmt: skip
-def test_what_reaches_beyond_a_sequence_is_shortened_and_told(
-    model: dict[str, object], overrides: list[str], told: str
-) -> None:
+def test_what_reaches_beyond_a_sequence_is_shortened_and_told(model, overrides, told):
     size = size_told(at_own_size(make_config("dp1", model=model), overrides))
     assert size == f"at training.micro_batch_size=2 {told} (overrides take another size)"
 
 
-def _theirs(folder: Path, kind: str, **keys: object) -> Config:
+def _theirs(folder, kind, **keys):
     written = write_config(folder, kind, **keys)
     return at_own_size(
         tiny_job(folder, model={"family": "transformers", "folder": str(written), "seq_len": SEQ_LEN}), []
     )
 
 
-def test_windows_of_a_model_of_transformers_are_shortened(tmp_path: Path) -> None:
+def test_windows_of_a_model_of_transformers_are_shortened(tmp_path):
     windowed = _theirs(tmp_path, "gemma3_text", sliding_window=4096)
     assert windowed.model.theirs.sliding_window == 8
     assert "model.seq_len=24 sliding_window=8 (" in size_told(windowed)

@@ -3,8 +3,6 @@ A trainer without accessible gradients is judged by its updates, one whose optim
 reason, and an overflow is never within a bound.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 import re
@@ -15,7 +13,7 @@ import pytest
 import torch
 
 from megamix.cli import main
-from megamix.tools.ranks import RankFailure, RankPool
+from megamix.tools.ranks import RankFailure
 from megamix.tools.verify.core.hypotheses import RightStep
 from megamix.tools.verify.core.reference import Reference, finite
 from megamix.tools.verify.core.update_kinds import RightUpdate
@@ -71,15 +69,13 @@ class Unscaled(Half):
         self.optim.step()
 
 
-def _verify(run_ranks, name: str, ranks: int = 1) -> Verdict:
+def _verify(run_ranks, name, ranks=1):
     where = f"{__file__}:{name}"
     return judge_trainer(load_trainer(where, ranks=ranks), run_ranks(watch_trainer, ranks, where, 3))
 
 
 @pytest.mark.uncounted
-def test_every_command_of_the_page_runs_and_prints_what_stands_below_it(
-    run_ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_command_of_the_page_runs_and_prints_what_stands_below_it(run_ranks, tmp_path, monkeypatch, capsys):
     _, script, targets = re.findall(
         r"^```python\n(.*?)^```$", PAGE, re.M | re.S
     )  # tests/tools/audit runs the first one
@@ -87,7 +83,7 @@ def test_every_command_of_the_page_runs_and_prints_what_stands_below_it(
     (tmp_path / "configs").symlink_to(Path(CONFIG).parent)
     monkeypatch.chdir(tmp_path)
 
-    def by_these_ranks(trained: str, pool: RankPool, steps: int, bisect: bool) -> Verdict:
+    def by_these_ranks(trained, pool, steps, bisect):
         whole, world = str(tmp_path / trained), pool.world_size
         return judge_trainer(load_trainer(whole, ranks=world), run_ranks(watch_trainer, world, whole, steps, bisect))
 
@@ -108,12 +104,12 @@ def test_every_command_of_the_page_runs_and_prints_what_stands_below_it(
     )
 
 
-def _masked(text: str) -> str:
+def _masked(text):
     """Return a text without sizes, which are smaller here, and shares, which other machines round in another order."""
     return re.sub(r"=\d+|\d+\.\d+", "#", text)
 
 
-def test_without_gradients_updates_are_judged(run_ranks) -> None:
+def test_without_gradients_updates_are_judged(run_ranks):
     verdict = _verify(run_ranks, "Blind")
     assert verdict.differences == []
     assert "gradient" not in verdict.worst
@@ -123,19 +119,19 @@ def test_without_gradients_updates_are_judged(run_ranks) -> None:
     assert first.looks_like == "its sign is turned"
 
 
-def test_an_optimizer_that_is_none_of_torchs_is_refused(run_ranks) -> None:
+def test_an_optimizer_that_is_none_of_torchs_is_refused(run_ranks):
     with pytest.raises(
         RankFailure, match="returned an optimizer of type _NoOptimizer, must be a torch.optim.Optimizer"
     ):
         _verify(run_ranks, "NotTorchs")
 
 
-def test_a_training_that_does_not_overflow_where_one_process_does_is_a_difference(run_ranks) -> None:
+def test_a_training_that_does_not_overflow_where_one_process_does_is_a_difference(run_ranks):
     first = _verify(run_ranks, "Unscaled").differences[0]
     assert (first.attempt, first.check) == (0, "overflow")
 
 
-def test_nothing_is_within_a_bound_that_is_not_finite() -> None:
+def test_nothing_is_within_a_bound_that_is_not_finite():
     verdict = Verdict()
     verdict.note("gradient", "weight", 1.0, math.inf)
     assert len(verdict.differences) == 1
@@ -143,7 +139,7 @@ def test_nothing_is_within_a_bound_that_is_not_finite() -> None:
     assert len(verdict.differences) == 1
 
 
-def test_a_loss_that_is_not_finite_on_one_rank_alone_names_the_rank() -> None:
+def test_a_loss_that_is_not_finite_on_one_rank_alone_names_the_rank():
     native, exact = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1).double()
     reference = Reference(native, exact, lambda *_: torch.ones(()), lambda *_: torch.ones(()))
     step = RightStep(reference, {}, [[0, 1], [2, 3]], [[0.25] * 2] * 2)
@@ -151,7 +147,7 @@ def test_a_loss_that_is_not_finite_on_one_rank_alone_names_the_rank() -> None:
     assert told.startswith("another forward on rank 1 alone")
 
 
-def test_what_is_not_finite_after_an_update_is_never_within_a_bound() -> None:
+def test_what_is_not_finite_after_an_update_is_never_within_a_bound():
     verdict, weight = Verdict(), torch.ones(4)
     became = {"master": torch.tensor([1.0, 1.0, torch.nan, 1.0])}
 
@@ -163,8 +159,8 @@ def test_what_is_not_finite_after_an_update_is_never_within_a_bound() -> None:
     assert [(one.check, one.error) for one in verdict.differences] == [("weight", math.inf)]
 
 
-def test_a_micro_batch_of_few_targets_overflows_by_its_own_share_of_the_scale() -> None:
-    def loss_of(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
+def test_a_micro_batch_of_few_targets_overflows_by_its_own_share_of_the_scale():
+    def loss_of(model, batch):
         return model(batch.to(model.weight.dtype)).sum()
 
     plain = torch.nn.Linear(1, 1, bias=False)
@@ -177,7 +173,7 @@ def test_a_micro_batch_of_few_targets_overflows_by_its_own_share_of_the_scale() 
 
 
 @pytest.mark.parametrize(("ranks", "numbers"), [(1, 2), (2, 1)])
-def test_a_factor_is_told_of_ranks_and_of_micro_batches_only_where_there_are_several(ranks: int, numbers: int) -> None:
+def test_a_factor_is_told_of_ranks_and_of_micro_batches_only_where_there_are_several(ranks, numbers):
     plain = torch.nn.Linear(1, 1)
     right = RightStep(Reference(plain, plain, *[lambda model, batch: batch] * 2), {}, [[0] * numbers] * ranks, [[1.0]])
     (twice,) = (text for factor, text in right.meanings() if factor == 2)
@@ -187,10 +183,10 @@ def test_a_factor_is_told_of_ranks_and_of_micro_batches_only_where_there_are_sev
 
 
 @pytest.mark.parametrize("group", [[0, 1], [0, 2]])
-def test_the_gradient_of_one_row_or_column_of_a_mesh_is_named(group: list[int]) -> None:
+def test_the_gradient_of_one_row_or_column_of_a_mesh_is_named(group):
     plain = torch.nn.Linear(3, 2, bias=False)
 
-    def loss_of(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    def loss_of(model, batch):
         return model(batch.to(model.weight.dtype)).square().sum()
 
     reference = Reference(plain, copy.deepcopy(plain).double(), loss_of, loss_of)
@@ -204,12 +200,10 @@ def test_the_gradient_of_one_row_or_column_of_a_mesh_is_named(group: list[int]) 
 
 
 @pytest.mark.parametrize(("updates", "wrong"), [([0], []), ([1], ["0.running_mean", "0.running_var"])])
-def test_a_skipped_step_may_put_back_what_forward_moved_and_an_update_may_not(
-    updates: list[int], wrong: list[str]
-) -> None:
+def test_a_skipped_step_may_put_back_what_forward_moved_and_an_update_may_not(updates, wrong):
     plain = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1))
 
-    def loss_of(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    def loss_of(model, batch):
         return model(batch.to(model[1].weight.dtype)).sum()
 
     reference = Reference(plain, copy.deepcopy(plain).double(), loss_of, loss_of)

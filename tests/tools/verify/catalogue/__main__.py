@@ -1,18 +1,14 @@
 """The table of docs/verify_reference.md: `python -m tests.tools.verify.catalogue` runs every entry and writes it."""
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
 import torch
 
 from megamix.tools.ranks import RankPool
-from megamix.tools.verify.core.verdict import Verdict
-from tests.tools.verify.catalogue.bugs import BUGS, Bug
+from tests.tools.verify.catalogue.bugs import BUGS
 from tests.tools.verify.catalogue.run import verdicts
 from tests.tools.verify.runs.run_bugs import RUN_BUGS
 
@@ -22,7 +18,7 @@ HEADER = "| bug | met in | ranks | step | what `verify` says first |\n|---|---|-
 RUNS_HEADER = "| bug in a run | met in | what `verify --runs` says |\n|---|---|---|\n"
 
 
-def runs_table() -> str:
+def runs_table():
     """Return the table of answers that `--runs` must give: tests/tools/verify/runs/test_runs.py plants and asks."""
     rows = ""
     for bug in RUN_BUGS:
@@ -30,7 +26,7 @@ def runs_table() -> str:
     return RUNS_HEADER + rows
 
 
-def named(bug: Bug, verdict: Verdict) -> bool:
+def named(bug, verdict):
     """Return whether the first difference is at the right place and of the right kind."""
     if not verdict.differences:
         return False
@@ -38,7 +34,7 @@ def named(bug: Bug, verdict: Verdict) -> bool:
     return first.check.startswith(bug.check) and bug.where in first.where and bug.kind in first.looks_like
 
 
-def row(bug: Bug, verdict: Verdict) -> str:
+def row(bug, verdict):
     """Return a bug's row: the answer without its numbers for errors."""
     said, step = "nothing", ""
     if verdict.differences:
@@ -52,17 +48,17 @@ def row(bug: Bug, verdict: Verdict) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
 
 
-def masked(row: str) -> str:
+def masked(row):
     """Return a row without its numbers: another machine rounds in another order."""
     return re.sub(r"\d[\d.e-]*", "#", row)
 
 
-def rows_of(page: str) -> list[str]:
+def rows_of(page):
     """Return the rows of the page's table."""
     return [f"{row}\n" for row in page.partition(HEADER)[2].partition("\n\n")[0].splitlines()]
 
 
-def with_table(page: str, found: Mapping[str, Verdict]) -> str:
+def with_table(page, found):
     before, header, after = page.partition(HEADER)
     assert header, f"no table of bugs: it begins with {HEADER!r}"
     table = "".join(row(bug, found[name]) for name, bug in BUGS.items())
@@ -72,21 +68,21 @@ def with_table(page: str, found: Mapping[str, Verdict]) -> str:
     return f"{before}{runs_table()}\n{after.partition(chr(10) * 2)[2]}"
 
 
-def _call(pools: Mapping[int, RankPool], function: Callable[..., object], ranks: int, *args: object, **other: object):
+def _call(pools, function, ranks, *args, **other):
     pools.setdefault(ranks, RankPool(ranks))
     return pools[ranks].call(function, *args, **other)
 
 
-def main() -> None:
+def main():
     torch.set_num_threads(1)
-    pools: dict[int, RankPool] = {}
+    pools = {}
     try:
         found = verdicts(partial(_call, pools), [*BUGS])
     finally:
         for pool in pools.values():
             pool.close()
     PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8"), found), encoding="utf-8")
-    kinds: dict[bool, list[str]] = defaultdict(list)
+    kinds = defaultdict(list)
     for name, bug in BUGS.items():
         kinds[named(bug, found[name])].append(name)
     print(f"{len(kinds[True])} of {len(BUGS)} as expected; not: {kinds[False]}")

@@ -1,9 +1,7 @@
 """An entry of the catalogue, and the table of all."""
 
-from __future__ import annotations
-
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -29,15 +27,13 @@ class Bug:
     fast: bool = False  # True: always in CI
 
 
-BUGS: dict[str, Bug] = {}
+BUGS = {}
 
 
-def bug(
-    met_in: str, check: str, where: str = "", kind: str = "", *, ranks: int = 1, **other: object
-) -> Callable[[T], T]:
+def bug(met_in, check, where="", kind="", *, ranks=1, **other):
     """Enter a trainer's class: its docstring is the bug in a sentence."""
 
-    def enter(made: T) -> T:
+    def enter(made):
         sentence = " ".join((made.__doc__ or "").split())
         file = inspect.getfile(made)
         BUGS[made.__name__] = Bug(

@@ -4,10 +4,7 @@ from tests.tools.verify.catalogue.bugs import BUGS, Bug
 from tests.tools.verify.jobs import EXPERTS, OVERFLOW_AT
 
 
-def _enter(
-    name: str, met_in: str, layout: str, check: str, where: str = "", kind: str = "", ranks: int = 2,
-    **other: object,
-) -> None:  # fmt: skip
+def _enter(name, met_in, layout, check, where="", kind="", ranks=2, **other):
     key = f"{name} ({layout})"
     BUGS[key] = Bug(
         name=key, sentence=SENTENCES[name], met_in=met_in, file="", ranks=ranks, check=check, where=where, kind=kind,
@@ -62,22 +59,8 @@ _enter(
     "norm.weight",
     "each rank's own: the others' parts are missing",
 )
-_enter(
-    "gradients_not_reduced",
-    "several",
-    "dp2",
-    "gradient",
-    "",
-    "each rank's own: the others' parts are missing",
-)
-_enter(
-    "norm_counted_per_rank",
-    "Megatron #5916",
-    "tp2",
-    "norm",
-    "all gradients",
-    "times the root of 2",
-)
+_enter("gradients_not_reduced", "several", "dp2", "gradient", "", "each rank's own: the others' parts are missing")
+_enter("norm_counted_per_rank", "Megatron #5916", "tp2", "norm", "all gradients", "times the root of 2")
 _enter(
     "norm_counts_replicated",
     "Megatron #7452",
@@ -86,25 +69,11 @@ _enter(
     "all gradients",
     "it counts twice what tensor-parallel ranks replicate",
 )
-_enter(
-    "tables_in_half",
-    "transformers #25681, DeepSpeed #5812",
-    "dp2",
-    "buffer",
-    "rotary.cos",
-    "rounded to FP16",
-)
+_enter("tables_in_half", "transformers #25681, DeepSpeed #5812", "dp2", "buffer", "rotary.cos", "rounded to FP16")
 _enter("wrong_divisor", "DeepSpeed #8154", "pp2", "gradient", "", "divided by the number of micro-batches twice")
 _enter("scale_applied_twice", "several", "dp2", "gradient", "", "the loss scale left in")
 _enter("stale_gather", "Megatron #950, #663", "dp2", "half copy", "", missing="the check says it: a copy that is stale")
-_enter(
-    "unit_freed_early",
-    "pytorch #194519",
-    "dp2-parameters",
-    "gradient",
-    "blocks.",
-    "lost: nothing but zeros",
-)
+_enter("unit_freed_early", "pytorch #194519", "dp2-parameters", "gradient", "blocks.", "lost: nothing but zeros")
 _enter(
     "stale_shards",
     "Megatron #950, #663",
@@ -140,41 +109,13 @@ _enter(
     overflow_at=OVERFLOW_AT,
 )
 _enter(
-    "average_of_halves",
-    "several",
-    "dp2-parameters",
-    "average",
-    "",
-    missing="found, not named",
-    job={"average": 0.9},
+    "average_of_halves", "several", "dp2-parameters", "average", "", missing="found, not named", job={"average": 0.9}
 )
 MUON = {"name": "muon"}
+_enter("matrices_by_parts", "DeepSpeed #7807", "dp2", "direction", "", missing="found, not named", job=MUON)
+_enter("matrices_by_parts", "DeepSpeed #8437", "tp2", "direction", "", missing="found, not named", job=MUON)
 _enter(
-    "matrices_by_parts",
-    "DeepSpeed #7807",
-    "dp2",
-    "direction",
-    "",
-    missing="found, not named",
-    job=MUON,
-)
-_enter(
-    "matrices_by_parts",
-    "DeepSpeed #8437",
-    "tp2",
-    "direction",
-    "",
-    missing="found, not named",
-    job=MUON,
-)
-_enter(
-    "tall_not_orthogonalised",
-    "DeepSpeed #8441, #8461",
-    "dp2",
-    "direction",
-    "",
-    missing="found, not named",
-    job=MUON,
+    "tall_not_orthogonalised", "DeepSpeed #8441, #8461", "dp2", "direction", "", missing="found, not named", job=MUON
 )
 _enter(
     "muon_per_micro_batch",

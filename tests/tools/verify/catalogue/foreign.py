@@ -12,7 +12,7 @@ IGNORED = -100
 
 
 class Net(nn.Module):
-    def __init__(self, tied: bool = False, batch_norm: bool = False):
+    def __init__(self, tied=False, batch_norm=False):
         super().__init__()
         self.embed = nn.Embedding(VOCAB, HIDDEN)
         self.up = nn.Linear(HIDDEN, 24)

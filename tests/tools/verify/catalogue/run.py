@@ -1,37 +1,31 @@
 """Run entries of the catalogue on a pool of ranks, and judge them."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Sequence
-from typing import Any
-
 import torch
 
-from megamix.tools.verify.core.verdict import Verdict
 from megamix.tools.verify.foreign.judge_trainer import judge_trainer
 from megamix.tools.verify.foreign.trainer import load_trainer
 from megamix.tools.verify.foreign.watch import watch_trainer
 from megamix.tools.verify.layouts.judge_steps import judge
 from tests.tools.verify.catalogue import engine, gradients, scaling, updates
-from tests.tools.verify.catalogue.bugs import BUGS, Bug
+from tests.tools.verify.catalogue.bugs import BUGS
 from tests.tools.verify.jobs import UPDATES, make_config, observe_bug
 
 STEPS = 3
 ENTERED = (engine, gradients, scaling, updates)
 
 
-def observe_all(bugs: Sequence[Bug]) -> list[list[Any]]:
+def observe_all(bugs):
     """Return what every rank saw of each bug."""
     return [_observe(bug) for bug in bugs]
 
 
-def _observe(bug: Bug) -> list[Any]:
+def _observe(bug):
     if bug.layout:
         return observe_bug(_config(bug), bug.name.split()[0], bug.overflow_at)
     return watch_trainer(f"{bug.file}:{bug.name}", STEPS)
 
 
-def _config(bug: Bug) -> Any:
+def _config(bug):
     axes, _, shard = bug.layout.partition("-")
     sequence_parallel = axes.endswith("sp")
     return make_config(
@@ -39,7 +33,7 @@ def _config(bug: Bug) -> Any:
     )
 
 
-def verdicts(run_ranks: Callable[..., list[Any]], names: Sequence[str]) -> dict[str, Verdict]:
+def verdicts(run_ranks, names):
     """Return the verdict of `verify` on each bug. Ranks are started once for each number of them."""
     found = {}
     for ranks in sorted({BUGS[name].ranks for name in names}):

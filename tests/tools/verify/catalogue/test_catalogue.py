@@ -2,8 +2,6 @@
 docs/verify_reference.md says.
 """
 
-from __future__ import annotations
-
 import random
 
 import pytest
@@ -16,7 +14,7 @@ from tests.tools.verify.catalogue.run import verdicts
 SAMPLE = 6  # bugs, in addition to those that always run
 
 
-def _names() -> list[str]:
+def _names():
     if FULL:
         return [*BUGS]
     quick = [
@@ -26,7 +24,7 @@ def _names() -> list[str]:
 
 
 @pytest.mark.uncounted
-def test_bugs_are_named_and_are_the_rows_of_the_table(run_ranks) -> None:
+def test_bugs_are_named_and_are_the_rows_of_the_table(run_ranks):
     names = _names()
     found = verdicts(run_ranks, names)
     told = {name: [str(one) for one in found[name].differences[:1]] for name in names}
@@ -36,17 +34,17 @@ def test_bugs_are_named_and_are_the_rows_of_the_table(run_ranks) -> None:
     assert missing == [], "write the table with `python -m tests.tools.verify.catalogue`"
 
 
-def test_the_table_has_every_bug_and_no_other() -> None:
+def test_the_table_has_every_bug_and_no_other():
     rows = rows_of(PAGE.read_text(encoding="utf-8"))
     assert len(rows) == len(BUGS)
     assert all(any(bug.sentence in one for one in rows) for bug in BUGS.values())
 
 
-def test_the_table_of_bugs_in_runs_is_what_their_test_asks() -> None:
+def test_the_table_of_bugs_in_runs_is_what_their_test_asks():
     assert runs_table() in PAGE.read_text(encoding="utf-8"), "write it with `python -m tests.tools.verify.catalogue`"
 
 
-def test_the_catalogue_is_as_large_as_is_told() -> None:
+def test_the_catalogue_is_as_large_as_is_told():
     kinds = [bug for bug in BUGS.values() if bug.kind]
     assert len(BUGS) >= 40
     assert len(kinds) >= 38

@@ -24,7 +24,7 @@ class Planted:
     kind: str
 
 
-LOOP_BUGS: dict[str, Planted] = {}
+LOOP_BUGS = {}
 
 
 def planted(sort, ranks, place, kind):

@@ -1,6 +1,5 @@
 """Trainings by packages of others, to verify where they are installed."""
 
-from torch import nn
 from torch.optim import AdamW
 
 from tests.tools.verify.foreign.trainers import Plain
@@ -65,18 +64,18 @@ class DeepSpeed(Plain):
                 self.grads = {name: safe_get_full_grad(param).cpu() for name, param in named}
             self.engine.step()
 
-    def weights(self, module: nn.Module, optimizer):
+    def weights(self, module, optimizer):
         from deepspeed.utils import safe_get_full_fp32_param
 
         return {name: safe_get_full_fp32_param(param).cpu() for name, param in module.named_parameters()}
 
-    def gradients(self, module: nn.Module, optimizer):
+    def gradients(self, module, optimizer):
         return self.grads
 
-    def groups(self, module: nn.Module, optimizer):  # its groups hold flat parts
+    def groups(self, module, optimizer):  # its groups hold flat parts
         return dict.fromkeys(dict(module.named_parameters()), optimizer.param_groups[0])
 
-    def states(self, module: nn.Module, optimizer):
+    def states(self, module, optimizer):
         from deepspeed.utils import safe_get_full_optimizer_state
 
         if optimizer.state == {}:  # before the first update

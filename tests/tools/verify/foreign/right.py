@@ -25,7 +25,7 @@ OPTIMIZERS = {
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def settings(seed: int) -> dict[str, object]:
+def settings(seed):
     """Return the settings of a seed's training. The wrapper decides which others are possible."""
     drawn = random.Random(seed)
     ranks = drawn.choice(RANKS)

@@ -15,7 +15,7 @@ PRECISIONS = {
 }  # fmt: skip
 
 
-def settings(seed: int) -> dict[str, object]:
+def settings(seed):
     """Return the settings of a seed's training."""
     loop, drawn = LOOPS[seed % len(LOOPS)], random.Random(seed)
     ranks, precision = drawn.choice([1, 2]), drawn.choice(PRECISIONS[loop])
@@ -42,7 +42,7 @@ class _Drawn:
         return optimizer(self.grouped(model), lr=self.lr, **options)
 
 
-def _training(seed: int) -> type:
+def _training(seed):
     of = settings(seed)
     loop = of.pop("loop")
     bases = (loop,) if loop is Engine else (_Drawn, loop)

@@ -4,7 +4,6 @@ kept: a wrong, lost or missing buffer is named, one that is merely rounded by it
 
 import pytest
 import torch
-from torch import Tensor
 
 from megamix.tools.verify.core.table import result_lines
 from megamix.tools.verify.core.verdict import Verdict
@@ -17,7 +16,7 @@ from tests.tools.verify.catalogue.foreign import ByHand
 TABLE = 1e4 ** -(torch.arange(8) / 8)
 
 
-def _seen(buffers: dict[str, Tensor]) -> SeenStep:
+def _seen(buffers):
     return SeenStep(
         told={}, weights={}, states={}, buffers=buffers, updates=[], gradients={}, options={}, loss_scale=1.0,
         dtypes={}, tape={}, autocast=set(),
@@ -41,7 +40,7 @@ def _seen(buffers: dict[str, Tensor]) -> SeenStep:
         (torch.polar(torch.ones(8), TABLE), None),
     ],
 )
-def test_a_buffer_is_compared_in_the_dtype_that_is_kept(kept: Tensor | None, told: str | None) -> None:
+def test_a_buffer_is_compared_in_the_dtype_that_is_kept(kept, told):
     right = torch.polar(torch.ones(8), TABLE) if kept is not None and kept.is_complex() else TABLE
     plain = {"table": right, "sines": TABLE.sin(), "mask": torch.ones(3, dtype=torch.bool)}
     mine = plain | {"table": kept} if kept is not None else {name: plain[name] for name in ("sines", "mask")}
@@ -100,7 +99,7 @@ class Corrected(ByHand):
         ),
     ],
 )
-def test_what_is_rounded_added_or_moved_on_purpose_is_noted_and_passes(run_ranks, name: str, notes: set[str]) -> None:
+def test_what_is_rounded_added_or_moved_on_purpose_is_noted_and_passes(run_ranks, name, notes):
     where = f"{__file__}:{name}"
     verdict = judge_trainer(load_trainer(where), run_ranks(watch_trainer, 1, where, 3))
     assert verdict.differences == []

@@ -2,15 +2,13 @@
 frozen weights, recompute, unequal targets, on 1, 2 and 4 ranks.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
 
 from megamix.tools.verify.foreign.judge_trainer import judge_trainer
 from megamix.tools.verify.foreign.trainer import load_trainer
-from megamix.tools.verify.foreign.watch import SeenStep, watch_trainer
+from megamix.tools.verify.foreign.watch import watch_trainer
 from tests.conftest import FULL
 from tests.tools.verify.foreign.right import RANKS, SEEDS, settings
 
@@ -20,15 +18,15 @@ AT_ONCE = 25
 QUICK = 8
 
 
-def watch_all(wheres: list[str]) -> list[list[SeenStep]]:
+def watch_all(wheres):
     return [watch_trainer(where, STEPS) for where in wheres]
 
 
 @pytest.mark.uncounted
 @pytest.mark.parametrize("ranks", RANKS)
-def test_no_right_training_is_accused(run_ranks, ranks: int) -> None:
+def test_no_right_training_is_accused(run_ranks, ranks):
     seeds = [seed for seed in range(SEEDS if FULL else QUICK) if settings(seed)["ranks"] == ranks]
-    wrong, worst = [], dict[str, float]()
+    wrong, worst = [], {}
     for some in (seeds[first : first + AT_ONCE] for first in range(0, len(seeds), AT_ONCE)):
         wheres = [f"{FILE}:Right{seed}" for seed in some]
         by_rank = run_ranks(watch_all, ranks, wheres, deadline_s=600.0)
@@ -42,7 +40,7 @@ def test_no_right_training_is_accused(run_ranks, ranks: int) -> None:
     assert 0 < worst["gradient"] < 1  # they were compared, and round
 
 
-def test_the_quick_ones_are_on_every_number_of_ranks_and_in_every_precision() -> None:
+def test_the_quick_ones_are_on_every_number_of_ranks_and_in_every_precision():
     quick = [settings(seed) for seed in range(QUICK)]
     assert {one["ranks"] for one in quick} == set(RANKS)
     assert {"fp32", "bf16", "fp16"} <= {str(one["precision"]) for one in quick}

@@ -21,7 +21,7 @@ TRAINERS = str(Path(__file__).parent / "trainers.py")
 STEPS = 4
 
 
-def _verify(run_ranks, name: str, ranks: int) -> Verdict:
+def _verify(run_ranks, name, ranks):
     where = f"{TRAINERS}:{name}"
     return judge_trainer(load_trainer(where, ranks=ranks), run_ranks(watch_trainer, ranks, where, STEPS))
 
@@ -39,7 +39,7 @@ def _verify(run_ranks, name: str, ranks: int) -> Verdict:
     ]
     + ([("Plain", 1, 0), ("Ddp", 2, 0), ("Scheduled", 2, 0)] if FULL else []),  # test_right.py has similar ones
 )
-def test_a_right_training_passes(run_ranks, name: str, ranks: int, skipped: int) -> None:
+def test_a_right_training_passes(run_ranks, name, ranks, skipped):
     verdict = _verify(run_ranks, name, ranks)
     assert verdict.differences == []
     assert (verdict.attempts, verdict.skipped) == (STEPS, skipped)
@@ -60,13 +60,13 @@ def test_a_right_training_passes(run_ranks, name: str, ranks: int, skipped: int)
         ("AddedUp", "gradient", "before that 2 times the right one (counted twice"),
     ],
 )
-def test_a_planted_bug_is_named_by_its_kind(run_ranks, name: str, check: str, kind: str) -> None:
+def test_a_planted_bug_is_named_by_its_kind(run_ranks, name, check, kind):
     first = _verify(run_ranks, name, 2).differences[0]
     assert first.check == check
     assert kind in first.looks_like
 
 
-def test_initial_weights_of_another_parameter_are_told_as_such() -> None:
+def test_initial_weights_of_another_parameter_are_told_as_such():
     said = {}
     for name in ("RowsMoved", "OthersValues"):
         where = f"{TRAINERS}:{name}"
@@ -89,7 +89,7 @@ def test_initial_weights_of_another_parameter_are_told_as_such() -> None:
         ("Padded", "at the start: name of 0.weight: of shape (64, 32), in the plain model of (50, 32)"),
     ],
 )
-def test_names_and_shapes_of_another_model_are_told_before_any_step_is_taken(name: str, told: str) -> None:
+def test_names_and_shapes_of_another_model_are_told_before_any_step_is_taken(name, told):
     where = f"{TRAINERS}:{name}"
     verdict = judge_trainer(load_trainer(where), [_watch(load_trainer(where), 1, bisect=False)])
     assert told in [str(one) for one in verdict.differences]
@@ -105,7 +105,7 @@ def test_names_and_shapes_of_another_model_are_told_before_any_step_is_taken(nam
         ("AnotherOptimizer", "another optimizer's: the plain one keeps exp_avg, exp_avg_sq", "  square_avg of 7 "),
     ],
 )
-def test_states_of_any_shape_are_compared_and_what_is_not_is_told(name: str, first: str | None, left: str) -> None:
+def test_states_of_any_shape_are_compared_and_what_is_not_is_told(name, first, left):
     where = f"{TRAINERS}:{name}"
     verdict = judge_trainer(load_trainer(where), [_watch(load_trainer(where), STEPS, bisect=False)])
     assert [one.looks_like for one in verdict.differences[:1]] == ([first] if first else [])
@@ -119,9 +119,7 @@ def test_states_of_any_shape_are_compared_and_what_is_not_is_told(name: str, fir
     ("name", "wrong", "skipped"),
     [("AutocastInStep", None, 1), ("AutocastInForward", None, 0), ("AutocastAlone", "gradient of 1.weight", 0)],
 )
-def test_autocast_around_the_loss_is_the_precision_in_which_it_is_judged(
-    run_ranks, name: str, wrong: str | None, skipped: int
-) -> None:
+def test_autocast_around_the_loss_is_the_precision_in_which_it_is_judged(run_ranks, name, wrong, skipped):
     where = f"{TRAINERS}:{name}"
     enter = torch.autocast.__enter__
     (seen,) = run_ranks(watch_trainer, 1, where, STEPS)
@@ -131,7 +129,7 @@ def test_autocast_around_the_loss_is_the_precision_in_which_it_is_judged(
     assert torch.autocast.__enter__ is enter
 
 
-def test_an_eps_that_is_not_given_is_that_of_the_dtype_which_is_trained() -> None:
+def test_an_eps_that_is_not_given_is_that_of_the_dtype_which_is_trained():
     weight = torch.ones(4, 4)
     param = torch.nn.Parameter(weight.clone())
     param.grad = torch.full_like(param, 1e-8)  # below the bounds of both
@@ -143,7 +141,7 @@ def test_an_eps_that_is_not_given_is_that_of_the_dtype_which_is_trained() -> Non
     torch.testing.assert_close(alone["master"].float(), param.detach(), rtol=1e-6, atol=0.0)
 
 
-def test_the_verb_starts_the_ranks_and_prints_a_row_for_each_number(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_verb_starts_the_ranks_and_prints_a_row_for_each_number(capsys):
     assert main(["verify", "--trainer", f"{TRAINERS}:Plain", "--ranks", "1"]) == 0
     head, line, _ = capsys.readouterr().out.splitlines()
     assert head.split() == ["ranks", "on", "attempts", "skipped", "loss", "gradients", "norm", "weights", "moments"]
@@ -165,9 +163,7 @@ def test_the_verb_starts_the_ranks_and_prints_a_row_for_each_number(capsys: pyte
         (["job.toml", "--twice", "--bisect"], "--bisect has no effect beside --twice"),
     ],
 )
-def test_wrong_arguments_are_told_before_any_rank_is_started(
-    capsys: pytest.CaptureFixture[str], arguments: list[str], told: str
-) -> None:
+def test_wrong_arguments_are_told_before_any_rank_is_started(capsys, arguments, told):
     with pytest.raises(SystemExit) as ended:
         main(["verify", *arguments])
     assert ended.value.code == 2
@@ -178,19 +174,13 @@ def test_wrong_arguments_are_told_before_any_rank_is_started(
     ("body", "told"),
     [
         ("def model(self): return nn.Linear(4, 4)", "Mine.model() returned other weights when called again"),
-        (
-            "def batches(self, *_): return [torch.randint(50, (2, 16))]",
-            "returned other samples when called again",
-        ),
+        ("def batches(self, *_): return [torch.randint(50, (2, 16))]", "returned other samples when called again"),
         ("def batches(self, *_): return []", "returned nothing, must be a list of micro-batches"),
         ("def batches(self, *_): yield torch.ones(1)", "returned generator, must be a list of micro-batches"),
         ("def model(self): super().model()", "Mine.model() returned NoneType, must be an nn.Module; return it"),
         ("setup = ForeignTrainer.setup", "Mine lacks setup(self, model): return (module, optimizer)"),
         ("step = ForeignTrainer.step", "Mine lacks step(self, batches): train on them"),
-        (
-            "def optimizer(self, model): return {}",
-            "of type dict, must be a torch.optim.Optimizer or a list",
-        ),
+        ("def optimizer(self, model): return {}", "of type dict, must be a torch.optim.Optimizer or a list"),
         ("def loss(self, *a): return super().loss(*a), 1", "returned tuple, must be the mean loss"),
         ("def loss(self, model, batch): return model(batch[0])", "returned a Tensor (16, 50), must be the mean loss"),
         ("def model(self): return super().model().append(nn.Dropout(0.1))", "set dropout to 0 in model()"),
@@ -215,8 +205,8 @@ def test_wrong_arguments_are_told_before_any_rank_is_started(
     ],
 )
 def test_a_trainer_that_is_no_reference_is_refused_before_any_rank_is_started(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, body: str, told: str
-) -> None:
+    capsys, monkeypatch, tmp_path, body, told
+):
     monkeypatch.setattr("megamix.tools.verify.foreign.trainer_lines.verify_trainer", None)
     monkeypatch.syspath_prepend(Path(TRAINERS).parent)
     file = tmp_path / "mine.py"
@@ -229,9 +219,7 @@ def test_a_trainer_that_is_no_reference_is_refused_before_any_rank_is_started(
     assert "/megamix/tools/" not in said
 
 
-def test_a_mistake_on_a_rank_is_told_without_our_traceback(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_mistake_on_a_rank_is_told_without_our_traceback(capsys, monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(Path(TRAINERS).parent)
     file = tmp_path / "mine.py"
     file.write_text("from trainers import *\nclass Mine(Plain):\n    def setup(self, model): return model\n")
@@ -241,13 +229,13 @@ def test_a_mistake_on_a_rank_is_told_without_our_traceback(
 
 
 @pytest.mark.parametrize(("told", "read"), [({"loss": torch.tensor(2.0), "run": "mine"}, {"loss": 2.0}), (None, {})])
-def test_of_what_a_step_reports_the_loss_and_the_norm_are_read(told: object, read: dict[str, float]) -> None:
+def test_of_what_a_step_reports_the_loss_and_the_norm_are_read(told, read):
     trainer = load_trainer(f"{TRAINERS}:Plain")
     trainer.step = lambda batches: told
     assert _watch(trainer, 1, bisect=False)[1].told == read
 
 
-def test_what_setup_and_step_return_is_told_where_it_is_of_another_type() -> None:
+def test_what_setup_and_step_return_is_told_where_it_is_of_another_type():
     trainer = load_trainer(f"{TRAINERS}:Plain")
     trainer.step = lambda batches: 2.3
     with pytest.raises(ValueError, match=r"Plain.step returned float, must be as {'loss': 2.3}, or None"):
@@ -257,7 +245,7 @@ def test_what_setup_and_step_return_is_told_where_it_is_of_another_type() -> Non
         _watch(trainer, 1, bisect=False)
 
 
-def test_a_difference_without_a_distance_is_told_as_what_it_is() -> None:
+def test_a_difference_without_a_distance_is_told_as_what_it_is():
     verdict = Verdict()
     verdict.expect("optimizer", "up.weight", False, "not among the optimizer's parameters")
     verdict.attempt = 2
@@ -268,7 +256,7 @@ def test_a_difference_without_a_distance_is_told_as_what_it_is() -> None:
     ]
 
 
-def test_a_bisection_that_finds_no_module_says_so() -> None:
+def test_a_bisection_that_finds_no_module_says_so():
     wrong = Verdict()
     wrong.note("gradient", "up.weight", 3.0, 1e-5)
     assert [*result_lines("2", "cpu", wrong, bisect=True)][-1].startswith(
@@ -280,14 +268,14 @@ def test_a_bisection_that_finds_no_module_says_so() -> None:
     )
 
 
-def test_a_skipped_step_without_a_known_scaler_asks_for_it() -> None:
+def test_a_skipped_step_without_a_known_scaler_asks_for_it():
     trainer = load_trainer(f"{TRAINERS}:Plain")
     trainer.step = lambda batches: None
     first = judge_trainer(load_trainer(f"{TRAINERS}:Plain"), [_watch(trainer, 1, bisect=False)]).differences[0]
     assert str(first).endswith("took no step; if a GradScaler skipped it, set self.scaler to it in setup")
 
 
-def test_numbers_of_many_digits_keep_to_their_columns() -> None:
+def test_numbers_of_many_digits_keep_to_their_columns():
     verdict = Verdict(worst={"loss": 51.8, "gradient": 165491.2})
     assert next(result_lines("2", "cpu", verdict)).split() == [
         "2",
@@ -312,16 +300,14 @@ def test_numbers_of_many_digits_keep_to_their_columns() -> None:
         ("lightning_fabric", "Fabric"),
     ],
 )
-def test_a_training_by_a_package_passes(package: str, name: str) -> None:
+def test_a_training_by_a_package_passes(package, name):
     pytest.importorskip(package, reason=f"{package} is not installed")
     verdict = verify_trainer(f"{Path(__file__).parent / 'packages.py'}:{name}", RankPool(2), STEPS)  # ranks of its own
     assert verdict.differences == []
     assert verdict.skipped == 0
 
 
-def test_a_file_may_have_the_name_of_a_module_and_takes_nobodys_place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_may_have_the_name_of_a_module_and_takes_nobodys_place(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])  # processes of later tests would import the file as torch
     file = tmp_path / "torch.py"
     file.write_text("from megamix import ForeignTrainer\n\n\nclass Mine(ForeignTrainer): ...\n")

@@ -1,18 +1,13 @@
 """A few runs in place of a whole matrix: every value of every axis at least twice, and as many pairs as fit."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
 
 Run = dict[str, object]
 
 
-def covering_runs(
-    axes: Mapping[str, Sequence[object]], allowed: Callable[[Run], bool], most: int, seed: int = 0
-) -> list[Run]:
+def covering_runs(axes, allowed, most, seed=0):
     """Return runs chosen greedily: each shows the most pairs of values not shown yet.
 
     Values not shown twice count as much as many pairs. There are fewer than `most` runs if nothing is left to show.
@@ -20,14 +15,14 @@ def covering_runs(
     matrix = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
     matrix = [run for run in matrix if allowed(run)]
     random.Random(seed).shuffle(matrix)
-    shown: set[tuple[object, ...]] = set()
-    counts: Counter[tuple[str, object]] = Counter()
+    shown = set()
+    counts = Counter()
 
-    def gain(run: Run) -> int:
+    def gain(run):
         pairs = sum(pair not in shown for pair in itertools.combinations(run.items(), 2))
         return pairs + 100 * sum(counts[item] < 2 for item in run.items())
 
-    runs: list[Run] = []
+    runs = []
     while len(runs) < most:
         best = max(matrix, key=gain)
         if gain(best) == 0:
@@ -39,6 +34,6 @@ def covering_runs(
     return runs
 
 
-def whole_matrix(axes: Mapping[str, Sequence[object]], allowed: Callable[[Run], bool]) -> list[Run]:
+def whole_matrix(axes, allowed):
     runs = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
     return [run for run in runs if allowed(run)]

@@ -2,19 +2,15 @@
 experts are named.
 """
 
-from __future__ import annotations
-
 import statistics
 from dataclasses import replace
 
 import pytest
 import torch
 
-from megamix.config import Config, ExpertsConfig
+from megamix.config import ExpertsConfig
 from megamix.tools.verify.core.layout import parse_layout
-from megamix.tools.verify.core.observed_step import ObservedStep
 from megamix.tools.verify.core.table import result_lines
-from megamix.tools.verify.core.verdict import Verdict
 from megamix.tools.verify.layouts.judge_routing import shortfall
 from megamix.tools.verify.layouts.judge_steps import judge
 from tests.conftest import FULL, also_wide
@@ -26,16 +22,16 @@ MANY = EXPERTS | {"num_experts": 64, "top_k": 8, "dense_layers": 0}
 SEEDS = range(100 if FULL else 2)
 
 
-def _judge(config: Config, ranks: list[list[ObservedStep]]) -> Verdict:
+def _judge(config, ranks):
     return judge(config, ranks, torch.device("cpu"), UPDATES, OVERFLOW_AT)
 
 
-def _config(layout: str, experts: dict[str, object], **other: object) -> Config:
+def _config(layout, experts, **other):
     model = {"experts": experts, "num_layers": 2 * parse_layout(layout).size("pp"), **other.pop("model", {})}
     return make_config(layout, model=model, **other)
 
 
-def _observe_all(configs: list[Config]) -> list[list[ObservedStep]]:
+def _observe_all(configs):
     return [observe_case(config) for config in configs]
 
 
@@ -55,7 +51,7 @@ RIGHT = {
 
 
 @pytest.mark.parametrize("ranks", also_wide([2], 2) if not FULL else [2, 4])
-def test_right_layouts_pass(run_ranks, ranks: int) -> None:
+def test_right_layouts_pass(run_ranks, ranks):
     configs = [_config(layout, EXPERTS if at % 2 else GROUPED, **job) for at, (layout, job) in enumerate(RIGHT[ranks])]
     by_rank = run_ranks(_observe_all, ranks, configs, deadline_s=900.0)
     for config, *seen in zip(configs, *by_rank, strict=True):
@@ -83,7 +79,7 @@ NAMED = {
 WITH_EP = ("expert_gradients_over_ep", "rows_of_the_other_rank", "rows_not_regrouped")
 
 
-def test_bugs_are_named_at_their_first_step(run_ranks) -> None:
+def test_bugs_are_named_at_their_first_step(run_ranks):
     job = {"dtype": "fp16", "loss_scale": 4.0}
     cases = [
         (
@@ -105,7 +101,7 @@ def test_bugs_are_named_at_their_first_step(run_ranks) -> None:
         assert kind in first.looks_like
 
 
-def test_experts_that_their_owners_do_not_sum_are_named(run_ranks) -> None:
+def test_experts_that_their_owners_do_not_sum_are_named(run_ranks):
     config = _config("dp4ep2", EXPERTS, dtype="fp16", loss_scale=4.0)
     seen = run_ranks(observe_bugs, 4, [(config, "experts_not_reduced")], OVERFLOW_AT)
     first = _judge(config, [steps for (steps,) in seen]).differences[0]
@@ -113,7 +109,7 @@ def test_experts_that_their_owners_do_not_sum_are_named(run_ranks) -> None:
     assert "blocks.1.feed_forward.down.weight[" in first.where
 
 
-def test_a_run_of_many_experts_in_half_stays_far_within_its_bounds(run_ranks) -> None:
+def test_a_run_of_many_experts_in_half_stays_far_within_its_bounds(run_ranks):
     """Without the ranks' choices the gradient would be off by 0.3 of its largest number."""
     shares, elsewhere = [], 0
     for seed in SEEDS:
@@ -128,7 +124,7 @@ def test_a_run_of_many_experts_in_half_stays_far_within_its_bounds(run_ranks) ->
     assert elsewhere > 0  # FP64 would have routed some tokens otherwise
 
 
-def test_a_report_has_a_line_of_what_was_judged_of_routing(run_ranks) -> None:
+def test_a_report_has_a_line_of_what_was_judged_of_routing(run_ranks):
     config = _config("dp1", EXPERTS, dtype="fp32")
     verdict = _judge(config, run_ranks(observe_case, 1, config))
     _, line = result_lines("dp1", "cpu", verdict)
@@ -137,11 +133,11 @@ def test_a_report_has_a_line_of_what_was_judged_of_routing(run_ranks) -> None:
     assert [*result_lines("dp1", "cpu", replace(verdict, tokens=0))][1:] == []
 
 
-def test_the_shortfall_of_a_choice() -> None:
+def test_the_shortfall_of_a_choice():
     plain = ExpertsConfig(num_experts=4, top_k=2, ffn_hidden_size=1)
     ranking = torch.tensor([0.4, 0.3, 0.2, 0.1], dtype=torch.float64)
 
-    def short(experts: ExpertsConfig, *chosen: int) -> float:
+    def short(experts, *chosen):
         return float(shortfall(ranking, torch.tensor(chosen), experts))
 
     assert short(plain, 1, 0) == 0.0

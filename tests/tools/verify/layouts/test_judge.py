@@ -2,8 +2,6 @@
 gather, a scale applied twice, a tied table that a pipeline's ends do not sum, an overflow that only one rank sees.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest import mock
@@ -12,11 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from megamix.config import Config
-from megamix.data.source import Numbers, Rows
 from megamix.tools.verify.core.layout import parse_layout
-from megamix.tools.verify.core.observed_step import ObservedStep
-from megamix.tools.verify.core.verdict import EXPLAINED, Difference, Verdict
+from megamix.tools.verify.core.verdict import EXPLAINED, Difference
 from megamix.tools.verify.layouts.judge_steps import judge
 from megamix.tools.verify.layouts.layout_lines import verify_layout
 from megamix.tools.verify.layouts.observe import MOST_SKIPPED, _Documents, observe
@@ -24,7 +19,7 @@ from tests.conftest import FULL
 from tests.tools.verify.jobs import OVERFLOW_AT, UPDATES, make_config, observe_bug, observe_bugs, observe_case
 
 
-def _judge(config: Config, ranks: list[list[ObservedStep]], overflow_at: int | None) -> Verdict:
+def _judge(config, ranks, overflow_at):
     return judge(config, ranks, torch.device("cpu"), UPDATES, overflow_at)
 
 
@@ -32,7 +27,7 @@ def _judge(config: Config, ranks: list[list[ObservedStep]], overflow_at: int | N
     ("dtype", "family", "optimizer"),
     [("fp16", "llama", {}), ("bf16", "gpt", {"name": "nag"}), ("fp32", "llama", {"clip_grad": 0.0})],
 )
-def test_data_parallel_ranks_pass_with_every_optimizer(run_ranks, dtype: str, family: str, optimizer: dict) -> None:
+def test_data_parallel_ranks_pass_with_every_optimizer(run_ranks, dtype, family, optimizer):
     config = make_config("dp2", family=family, dtype=dtype, **optimizer)
     verdict = _judge(config, run_ranks(observe_case, 2, config), OVERFLOW_AT)
     assert verdict.differences == []
@@ -40,7 +35,7 @@ def test_data_parallel_ranks_pass_with_every_optimizer(run_ranks, dtype: str, fa
     assert 0 < verdict.worst["gradient"] < 1  # it was compared, and rounds
 
 
-def test_an_average_of_the_weights_is_judged(run_ranks) -> None:
+def test_an_average_of_the_weights_is_judged(run_ranks):
     config = make_config("dp2", average=0.9)
     bugs = {"": [], "average_of_halves": ["average"], "average_moves_on_skipped": ["average after an overflow"]}
     by_bug = zip(*run_ranks(observe_bugs, 2, [(config, bug) for bug in bugs], OVERFLOW_AT), strict=True)
@@ -69,14 +64,14 @@ def test_an_average_of_the_weights_is_judged(run_ranks) -> None:
     ],
 )
 @pytest.mark.parametrize("dtype", ["fp16", "fp32"] if FULL else ["fp16"])
-def test_a_planted_bug_is_caught_and_named(run_ranks, layout: str, bug: str, check: str, dtype: str) -> None:
+def test_a_planted_bug_is_caught_and_named(run_ranks, layout, bug, check, dtype):
     config = make_config(layout.removesuffix("sp"), dtype=dtype, loss_scale=4.0, sequence_parallel="sp" in layout)
     verdict = _judge(config, run_ranks(observe_bug, 2, config, bug), None)
     first = verdict.differences[0]
     assert (first.attempt, first.check) == (0, check)
 
 
-def test_wrong_norms_are_named_by_their_kind(run_ranks) -> None:
+def test_wrong_norms_are_named_by_their_kind(run_ranks):
     kinds = {
         ("tp2", "norm_counted_per_rank"): "times the root of 2, the ranks or micro-batches",
         ("dp2", "norm_leaves_out"): "it leaves out embedding.weight",
@@ -92,7 +87,7 @@ def test_wrong_norms_are_named_by_their_kind(run_ranks) -> None:
         assert first.looks_like.endswith(kind)
 
 
-def test_the_parts_of_tensor_parallel_ranks_and_of_owners_are_named(run_ranks) -> None:
+def test_the_parts_of_tensor_parallel_ranks_and_of_owners_are_named(run_ranks):
     own = "each rank's own: the others' parts are missing, or not reduced over the ranks"
     missing = "tensor-parallel rank 1's part is missing"
     kinds = {
@@ -110,7 +105,7 @@ def test_the_parts_of_tensor_parallel_ranks_and_of_owners_are_named(run_ranks) -
         assert [str(one) for one in found if not one.looks_like.startswith(tuple(said))] == []
 
 
-def test_memory_that_goes_too_early_and_stale_shards_are_named(run_ranks) -> None:
+def test_memory_that_goes_too_early_and_stale_shards_are_named(run_ranks):
     kinds = {
         ("parameters", "unit_freed_early"): ("gradient", "lost: nothing but zeros"),
         ("parameters", "stale_shards"): ("half copy", ""),
@@ -126,7 +121,7 @@ def test_memory_that_goes_too_early_and_stale_shards_are_named(run_ranks) -> Non
         assert any(kind in one.looks_like for one in found[:EXPLAINED] if one.check == check)
 
 
-def test_buffers_that_are_rounded_or_move_are_named(run_ranks) -> None:
+def test_buffers_that_are_rounded_or_move_are_named(run_ranks):
     cases = [(make_config("tp2", loss_scale=4.0), bug) for bug in ("tables_in_half", "table_moves_on_skipped")]
     by_rank = [*zip(*run_ranks(observe_bugs, 2, cases, OVERFLOW_AT), strict=True)]
     rounded, moved = (_judge(cases[0][0], ranks, OVERFLOW_AT).differences for ranks in by_rank)
@@ -185,7 +180,7 @@ PARTS = [
 ]  # fmt: skip
 
 
-def test_what_a_job_may_have_passes_and_its_mistakes_are_named(run_ranks) -> None:
+def test_what_a_job_may_have_passes_and_its_mistakes_are_named(run_ranks):
     cases = [(config, "") for config, *_ in PARTS] + [(config, bug) for config, bug, *_ in PARTS]
     verdicts = [
         _judge(config, ranks, OVERFLOW_AT)
@@ -200,7 +195,7 @@ def test_what_a_job_may_have_passes_and_its_mistakes_are_named(run_ranks) -> Non
         assert kind in first.looks_like, bug
 
 
-def test_no_unit_drops_out_where_one_process_would_drop_others(run_ranks) -> None:
+def test_no_unit_drops_out_where_one_process_would_drop_others(run_ranks):
     pool = SimpleNamespace(on_gpus=False, call=lambda work, *args: run_ranks(work, 1, *args))
     configs = [make_config("dp1", model={"dropout": share}) for share in (0.0, 0.3)]
     without, dropped = (verify_layout(config, parse_layout("dp1"), cast(Any, pool)) for config in configs)
@@ -208,18 +203,18 @@ def test_no_unit_drops_out_where_one_process_would_drop_others(run_ranks) -> Non
     assert without == dropped  # every share of a bound is the same
 
 
-def test_packed_documents_pass_and_attention_that_crosses_them_is_caught(run_ranks) -> None:
+def test_packed_documents_pass_and_attention_that_crosses_them_is_caught(run_ranks):
     config = make_config("dp2", packing="documents", loss_scale=4.0)
     assert _judge(config, run_ranks(observe_case, 2, config), OVERFLOW_AT).differences == []
     first = _judge(config, run_ranks(observe_bug, 2, config, "documents_seen_across"), None).differences[0]
     assert (first.attempt, first.check) == (0, "gradient")
 
 
-def test_steps_without_any_target_pass() -> None:
+def test_steps_without_any_target_pass():
     config = make_config("dp1", packing="documents")
     right = _Documents.read
 
-    def read(documents: _Documents, samples: Numbers) -> Rows:
+    def read(documents, samples):
         rows = right(documents, samples)
         return rows._replace(positions=np.zeros_like(rows.tokens))  # every document has one token
 
@@ -229,7 +224,7 @@ def test_steps_without_any_target_pass() -> None:
     assert verdict.attempts == UPDATES
 
 
-def test_a_schedule_that_is_late_is_named_with_the_update_whose_lr_it_is(run_ranks) -> None:
+def test_a_schedule_that_is_late_is_named_with_the_update_whose_lr_it_is(run_ranks):
     config = make_config("dp1", loss_scale=4.0)
     config = config.with_keys(lr_schedule={"warmup_steps": 4})
     assert _judge(config, run_ranks(observe_case, 1, config), OVERFLOW_AT).differences == []
@@ -239,7 +234,7 @@ def test_a_schedule_that_is_late_is_named_with_the_update_whose_lr_it_is(run_ran
     assert "where the schedule has 0.005 for update 2" in first.looks_like
 
 
-def test_a_tied_table_that_is_not_summed_over_the_ends_is_named(run_ranks) -> None:
+def test_a_tied_table_that_is_not_summed_over_the_ends_is_named(run_ranks):
     config = make_config("pp2", loss_scale=4.0)
     verdict = _judge(config, run_ranks(observe_bug, 2, config, "tied_table_not_summed"), None)
     first = verdict.differences[0]
@@ -247,14 +242,14 @@ def test_a_tied_table_that_is_not_summed_over_the_ends_is_named(run_ranks) -> No
     assert first.check.startswith("copies (gradient of rank 1 differs by ")
 
 
-def test_overflows_that_one_rank_would_not_have_are_a_difference(run_ranks) -> None:
+def test_overflows_that_one_rank_would_not_have_are_a_difference(run_ranks):
     config = make_config("dp2", loss_scale=2.0**10)
     verdict = _judge(config, run_ranks(observe_bug, 2, config, "scale_applied_twice"), None)
     first = verdict.differences[0]
     assert (first.check, first.where) == ("overflow flag", "one rank, which has none")
 
 
-def test_a_run_that_only_overflows_has_proved_nothing(run_ranks) -> None:
+def test_a_run_that_only_overflows_has_proved_nothing(run_ranks):
     config = make_config("dp1", loss_scale=2.0**100)
     verdict = _judge(config, run_ranks(observe_case, 1, config), OVERFLOW_AT)
     assert (verdict.attempts, verdict.skipped) == (UPDATES + MOST_SKIPPED, UPDATES + MOST_SKIPPED)

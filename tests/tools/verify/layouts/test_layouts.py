@@ -2,8 +2,6 @@
 included; the covering set has every pair.
 """
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from functools import cache
@@ -12,15 +10,13 @@ from typing import get_args
 import pytest
 import torch
 
-from megamix.config import Config
 from megamix.mixed_precision.settings import Shard
 from megamix.tools.verify.core.layout import parse_layout
-from megamix.tools.verify.core.observed_step import ObservedStep
 from megamix.tools.verify.layouts.judge_steps import judge
 from tests.conftest import FULL, also_wide
 from tests.distributed.pipelines import SCHEDULES
 from tests.tools.verify.jobs import OVERFLOW_AT, UPDATES, make_config, observe_case
-from tests.tools.verify.layouts.covering import Run, covering_runs, whole_matrix
+from tests.tools.verify.layouts.covering import covering_runs, whole_matrix
 
 MOST_RUNS = 20
 AT_ONCE = 6  # with more runs, observed steps would fill the memory, and groups the limit on threads
@@ -39,7 +35,7 @@ AXES = {
 }
 
 
-def _allowed(run: Run) -> bool:
+def _allowed(run):
     """Return whether a run is possible: sequence parallel needs tp, and a schedule needs stages."""
     layout = parse_layout(str(run["layout"]))
     has_sequence = layout.size("tp") > 1 or not run["sequence_parallel"]
@@ -48,12 +44,12 @@ def _allowed(run: Run) -> bool:
     return has_sequence and (layout.size("pp") > 1 or run["schedule"] == SCHEDULES[0])
 
 
-def _observe_all(configs: list[Config]) -> list[list[ObservedStep]]:
+def _observe_all(configs):
     return [observe_case(config) for config in configs]
 
 
 @cache
-def _runs() -> list[Run]:
+def _runs():
     if not FULL:
         return covering_runs(AXES, _allowed, MOST_RUNS)
     # Six times as many runs show no more.
@@ -67,9 +63,9 @@ WORLD_SIZES = sorted({parse_layout(name).world_size for name in LAYOUTS})
 
 @pytest.mark.uncounted
 @pytest.mark.parametrize("world_size", also_wide(WORLD_SIZES, 2))
-def test_every_layout_passes(run_ranks, world_size: int) -> None:
+def test_every_layout_passes(run_ranks, world_size):
     runs = [run for run in _runs() if parse_layout(str(run["layout"])).world_size == world_size]
-    wrong, shares = [], dict[tuple[object, str], list[float]]()
+    wrong, shares = [], {}
     for some in (runs[first : first + AT_ONCE] for first in range(0, len(runs), AT_ONCE)):
         configs = [make_config(**run) for run in some]
         by_rank = run_ranks(_observe_all, world_size, configs, deadline_s=900.0)
@@ -85,7 +81,7 @@ def test_every_layout_passes(run_ranks, world_size: int) -> None:
 
 
 @pytest.mark.uncounted
-def test_the_covering_set_shows_every_value_at_least_twice() -> None:
+def test_the_covering_set_shows_every_value_at_least_twice():
     runs = covering_runs(AXES, _allowed, MOST_RUNS)
     assert len(runs) <= MOST_RUNS
     assert runs == covering_runs(AXES, _allowed, MOST_RUNS)
@@ -96,7 +92,7 @@ def test_the_covering_set_shows_every_value_at_least_twice() -> None:
 @pytest.mark.parametrize(
     ("name", "sizes", "world_size"), [("dp2", {"dp": 2}, 2), ("dp1", {"dp": 1}, 1), ("dp4", {"dp": 4}, 4)]
 )
-def test_names_of_layouts(name: str, sizes: dict[str, int], world_size: int) -> None:
+def test_names_of_layouts(name, sizes, world_size):
     layout = parse_layout(name)
     assert (dict(layout.sizes), layout.world_size, layout.sequence_parallel) == (sizes, world_size, False)
 
@@ -113,6 +109,6 @@ def test_names_of_layouts(name: str, sizes: dict[str, int], world_size: int) -> 
         ("dp2sp-gradients", "sequence parallel needs tp; write dp2tp2sp-gradients"),
     ],
 )
-def test_what_is_no_layout_is_refused(name: str, message: str) -> None:
+def test_what_is_no_layout_is_refused(name, message):
     with pytest.raises(ValueError, match=message):
         parse_layout(name)

@@ -2,15 +2,11 @@
 found; a family's own division and FP32 directions pass.
 """
 
-from __future__ import annotations
-
 import random
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
 from megamix.mixed_precision.muon import DIRECTION_SQ, Muon, orthogonalised
 from megamix.mixed_precision.observer import DIRECTION, SOURCE
@@ -28,14 +24,14 @@ from tests.tools.verify.jobs import OVERFLOW_AT, UPDATES, make_config, observe_b
 
 CPU = torch.device("cpu")
 SIZES = (1, 2, 3, 8, 13, 32, 64)
-SPECTRA: dict[str, Callable[[int], Tensor]] = {
+SPECTRA = {
     "flat": torch.ones,
     "steep": lambda size: torch.logspace(0, -6, size),
     "half": lambda size: (torch.arange(size) <= size // 2).float(),
 }
 
 
-def _matrices(seed: int) -> Tensor:
+def _matrices(seed):
     """Return a matrix of any size, spectrum and magnitude; some elements may be zero."""
     drawn, draws = torch.Generator().manual_seed(seed), random.Random(seed)
     matrix = torch.randn(draws.choice(SIZES), draws.choice(SIZES), generator=drawn)
@@ -47,21 +43,21 @@ def _matrices(seed: int) -> Tensor:
     return matrix * 10.0 ** draws.randint(-10, 15)
 
 
-def _share(matrix: Tensor, optimizer: Muon, right: Muon) -> float:
+def _share(matrix, optimizer, right):
     want, bound = exact_direction(matrix, right)
     return float((orthogonalised(matrix, optimizer) - want).norm()) / bound if matrix.any() else 0.0
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("turns", [1, 5])
-def test_roundings_stay_within_the_bound(dtype: torch.dtype, turns: int) -> None:
+def test_roundings_stay_within_the_bound(dtype, turns):
     own = Muon(lr=1.0, ns_dtype=dtype, ns_steps=turns)
     shares = [_share(_matrices(seed).to(dtype), own, own) for seed in range(1000 if FULL else 100)]
     assert 0.05 < max(shares) < 0.7, max(shares)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_roundings_of_the_relatives_stay_within_the_bound(dtype: torch.dtype) -> None:
+def test_roundings_of_the_relatives_stay_within_the_bound(dtype):
     """Take the path of a job's judge."""
     own = Muon(lr=1.0, ns_dtype=dtype, equal_rows=True, exact_norm=True, row_beta2=0.9)
     for seed in range(300 if FULL else 40):
@@ -76,7 +72,7 @@ def test_roundings_of_the_relatives_stay_within_the_bound(dtype: torch.dtype) ->
     assert "direction_sq of up is off by" in _said(own, matrix.float(), scaled, before, wrong)
 
 
-def test_a_coefficient_that_is_wrong_by_a_thousandth_does_not() -> None:
+def test_a_coefficient_that_is_wrong_by_a_thousandth_does_not():
     own = Muon(lr=1.0, ns_dtype=torch.float32)
     a, b, c = own.ns_coefficients
     for other in ((a * 1.001, b, c), (a, b * 1.001, c), (a, b, c * 1.001)):
@@ -85,7 +81,7 @@ def test_a_coefficient_that_is_wrong_by_a_thousandth_does_not() -> None:
     assert _share(matrix, replace(own, ns_steps=4), own) > 1000
 
 
-def _said(optimizer: Muon, source: Tensor, found: Tensor, *moments: Tensor) -> str:
+def _said(optimizer, source, found, *moments):
     """Return the answer to a parameter's matrix and its direction.
 
     `source`: before, `found`: after it was made orthogonal. `moments`: before and after.
@@ -98,7 +94,7 @@ def _said(optimizer: Muon, source: Tensor, found: Tensor, *moments: Tensor) -> s
     return str((verdict.differences or [""])[0])
 
 
-def test_a_wrong_scale_and_another_dtype_are_told() -> None:
+def test_a_wrong_scale_and_another_dtype_are_told():
     own = Muon(lr=1.0)
     matrix = torch.randn(16, 24, generator=torch.Generator()).bfloat16()
     right = orthogonalised(matrix, own).float()
@@ -108,13 +104,13 @@ def test_a_wrong_scale_and_another_dtype_are_told() -> None:
     assert _said(own, matrix.float(), wide).startswith("attempt 0: direction of up is off by ")
 
 
-def test_a_matrix_without_a_direction_is_told() -> None:
+def test_a_matrix_without_a_direction_is_told():
     verdict = Verdict(attempt=0)
     judge_matrices(verdict, Muon(lr=1.0), "up", torch.ones(2, 3), Whole(), Whole(), CPU)
     assert str(verdict.differences[0]) == "attempt 0: direction of up: there is none: no rank has made it orthogonal"
 
 
-def test_other_states_than_the_job_s_are_told() -> None:
+def test_other_states_than_the_job_s_are_told():
     ranks = [observe(make_config("dp1"), 1, None)]
     verdict = judge(make_config("dp1", **MUON), ranks, CPU, 1, None)
     told = [str(one) for one in verdict.differences if one.check == "states"]
@@ -132,7 +128,7 @@ RELATIVES = {
 
 
 @pytest.mark.uncounted
-def test_what_a_job_may_have_passes(run_ranks) -> None:
+def test_what_a_job_may_have_passes(run_ranks):
     others = {"ns_dtype": "fp32", "nesterov": False, "adjust_lr": "original", "adamw": ["*.out.*"]}
     configs = [make_config("dp2", dtype="bf16", muon=others, **MUON), make_config("tp2", family="per_head", **MUON)]
     configs += [make_config("tp2", muon=RELATIVES, **MUON)]
@@ -144,7 +140,7 @@ def test_what_a_job_may_have_passes(run_ranks) -> None:
 
 
 @pytest.mark.uncounted
-def test_bugs_of_others_are_found(run_ranks) -> None:
+def test_bugs_of_others_are_found(run_ranks):
     names = [name for name, bug in BUGS.items() if bug.job.get("name") == "muon"]
     found = verdicts(run_ranks, names)
     assert len(names) == 8

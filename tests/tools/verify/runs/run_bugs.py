@@ -1,9 +1,7 @@
 """Bugs in a resume, or in the order of the data, to plant in one part of a job."""
 
-from __future__ import annotations
-
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -23,9 +21,9 @@ from megamix.train.trainer import Trainer
 
 
 @contextmanager
-def epochs_counted_from_the_start() -> Iterator[None]:
+def epochs_counted_from_the_start():
     """The place in the data is right, and the epoch is counted from where this process began."""
-    right, begun = source.windows_of_samples, dict[int, int]()
+    right, begun = source.windows_of_samples, {}
 
     def wrong(samples, windows, seed):
         samples = np.asarray(samples)
@@ -36,7 +34,7 @@ def epochs_counted_from_the_start() -> Iterator[None]:
         yield
 
 
-def _plan_with(**lost: Any) -> Any:
+def _plan_with(**lost):
     right = BatchPlan.__init__
 
     def wrong(self, *args):
@@ -46,26 +44,26 @@ def _plan_with(**lost: Any) -> Any:
     return mock.patch.object(BatchPlan, "__init__", wrong)
 
 
-def cursor_lost() -> Any:
+def cursor_lost():
     return _plan_with(cursor=0, waiting=())
 
 
-def waiting_batch_lost() -> Any:
+def waiting_batch_lost():
     return _plan_with(waiting=())
 
 
-def every_rank_reads_the_first_ones() -> Any:
+def every_rank_reads_the_first_ones():
     right = batches.micro_batches
     return mock.patch.object(batches, "micro_batches", lambda batch, **where: right(batch, **where | {"dp_rank": 0}))
 
 
-def samples_twice_an_epoch() -> Any:
+def samples_twice_an_epoch():
     right = source.windows_of_samples
     return mock.patch.object(source, "windows_of_samples", lambda *args: right(*args) // 2 * 2)
 
 
 @contextmanager
-def _loaded(change: Callable[[ShardedEngine], None]) -> Iterator[None]:
+def _loaded(change):
     """Apply `change` to the state that a checkpoint has brought."""
     right = job.load_start
 
@@ -79,27 +77,27 @@ def _loaded(change: Callable[[ShardedEngine], None]) -> Iterator[None]:
         yield
 
 
-def _states(engine: ShardedEngine, state: str) -> list[torch.Tensor]:
+def _states(engine, state):
     return [owned.tensors[state] for owned in engine.owned_ranges()]
 
 
-def _rounded(state: str) -> Any:
+def _rounded(state):
     return _loaded(lambda engine: [part.copy_(part.half().float()) for part in _states(engine, state)] and None)
 
 
-def masters_from_half_copies() -> Any:
+def masters_from_half_copies():
     return _rounded("master")
 
 
-def moments_in_half() -> Any:
+def moments_in_half():
     return _rounded("exp_avg")
 
 
-def moments_not_loaded() -> Any:
+def moments_not_loaded():
     return _loaded(lambda engine: [part.zero_() for part in _states(engine, "exp_avg_sq")] and None)
 
 
-def _first_ranks(engine: ShardedEngine) -> None:
+def _first_ranks(engine):
     mine = torch.cat(_states(engine, "exp_avg"))
     size = torch.tensor(len(mine))
     dist.broadcast(size, 0)
@@ -110,13 +108,13 @@ def _first_ranks(engine: ShardedEngine) -> None:
         part.copy_(torch.tensor([*itertools.islice(values, len(part))]))
 
 
-def one_file_for_two_ranks() -> Any:
+def one_file_for_two_ranks():
     """Both ranks' moments were written to one file."""
     return _loaded(_first_ranks)
 
 
-def loss_scale_begins_anew() -> Any:
-    def change(engine: ShardedEngine) -> None:
+def loss_scale_begins_anew():
+    def change(engine):
         engine.loss_scale.loss_scale.fill_(2.0**10)
         engine.loss_scale.clean_steps.zero_()
 
@@ -124,8 +122,8 @@ def loss_scale_begins_anew() -> Any:
 
 
 @contextmanager
-def schedule_begins_anew() -> Iterator[None]:
-    right, begun = engine_module.entry, list[torch.Tensor]()
+def schedule_begins_anew():
+    right, begun = engine_module.entry, []
 
     def wrong(table, update):
         begun.append(update - 1)
@@ -135,20 +133,20 @@ def schedule_begins_anew() -> Iterator[None]:
         yield
 
 
-def dropout_counts_from_the_start() -> Any:
+def dropout_counts_from_the_start():
     """Units drop out by a count that no checkpoint keeps."""
     count = itertools.count()
     return mock.patch.object(Trainer, "_seed_of_dropout", lambda *_: next(count))
 
 
-def another_seed() -> Any:
+def another_seed():
     right = watched_run.run_job
     return mock.patch.object(
         watched_run, "run_job", lambda job, **kept: right(job.with_keys(training={"seed": 5}), **kept)
     )
 
 
-def summed_in_another_order() -> Any:
+def summed_in_another_order():
     """The rows of a micro-batch come from the last one on."""
     right = source.TokenFileSource.read
 
@@ -160,7 +158,7 @@ def summed_in_another_order() -> Any:
 
 
 @contextmanager
-def put_in_any_order() -> Iterator[None]:
+def put_in_any_order():
     """An operation that torch says may differ from call to call; here it does."""
     right = ShardedEngine.backward
 
@@ -208,7 +206,7 @@ RUN_BUGS = [
 
 
 @contextmanager
-def planted(name: str) -> Iterator[None]:
+def planted(name):
     """Plant a bug of this module by its name, or none."""
     with globals()[name]() if name else mock.patch.dict({}):
         yield

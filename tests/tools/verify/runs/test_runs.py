@@ -2,14 +2,12 @@
 operation gets wrong: the attempt, and a sample, number or tensor.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -20,13 +18,13 @@ from megamix.cli import main
 from megamix.config import Config
 from megamix.config.checks import check_config
 from megamix.tools.ranks import RankFailure
-from megamix.tools.verify.core.layout import Layout, parse_layout
+from megamix.tools.verify.core.layout import parse_layout
 from megamix.tools.verify.runs import run_lines
-from megamix.tools.verify.runs.run_lines import WatchedRun, run_problems, runs_lines, twice_problems, watched
+from megamix.tools.verify.runs.run_lines import run_problems, runs_lines, twice_problems, watched
 from megamix.tools.verify.runs.watched_run import run_config
 from tests.conftest import FULL
 from tests.tools.verify.jobs import EXPERTS, make_config
-from tests.tools.verify.runs.run_bugs import RUN_BUGS, RunBug, planted
+from tests.tools.verify.runs.run_bugs import RUN_BUGS, planted
 from tests.tools.verify.test_command import SMALL
 
 SEEDS = range(50 if FULL else 1)
@@ -39,20 +37,20 @@ class Pool:
     run: Callable[..., list[Any]]
     on_gpus, where = False, "cpu"
 
-    def __init__(self, size: int, where: str | None, **settings: object):
+    def __init__(self, size, where, **settings):
         self.size = size
 
-    def __enter__(self) -> Self:
+    def __enter__(self):
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, *error):
         pass
 
-    def call(self, work: Callable[..., Any], *arguments: Any, deadline_s: float | None = None) -> list[Any]:
+    def call(self, work, *arguments, deadline_s=None):
         return self.run(work, self.size, *arguments)
 
 
-def _work(bug: str, work: Callable[..., Any], *arguments: Any) -> Any:
+def _work(bug, work, *arguments):
     with planted(bug):
         try:
             return work(*arguments)
@@ -60,17 +58,17 @@ def _work(bug: str, work: Callable[..., Any], *arguments: Any) -> Any:
             torch.use_deterministic_algorithms(False)  # the command's ranks end there
 
 
-def _pools(run_ranks: Callable[..., list[Any]], bug: str = "", since: int = 0) -> Any:
+def _pools(run_ranks, bug="", since=0):
     """Take the session's ranks, which have a bug since the start with this number."""
     starts = itertools.count()
 
-    def run(work: Callable[..., Any], size: int, *arguments: Any) -> list[Any]:
+    def run(work, size, *arguments):
         return run_ranks(_work, size, bug if next(starts) >= since else "", work, *arguments)
 
     return mock.patch.multiple(run_lines, pool_for=type("Planted", (Pool,), {"run": staticmethod(run)}))
 
 
-def _dynamic(config: Config, dropout: float = 0.0) -> Config:
+def _dynamic(config, dropout=0.0):
     """Return a job whose loss scale grows within a run."""
     tree = config.model_dump()
     tree["data"]["packing"] = "documents" if dropout else "none"
@@ -79,7 +77,7 @@ def _dynamic(config: Config, dropout: float = 0.0) -> Config:
     return Config.model_validate(tree)
 
 
-def _drawn(seed: int) -> tuple[Config, str]:
+def _drawn(seed):
     draw = random.Random(seed)
     dtype = draw.choice(["fp16", "bf16", "fp32"])
     config = make_config(
@@ -102,7 +100,7 @@ def _drawn(seed: int) -> tuple[Config, str]:
 
 @pytest.mark.uncounted
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_job_that_is_right_passes(run_ranks, seed: int) -> None:
+def test_a_job_that_is_right_passes(run_ranks, seed):
     config, layouts = _drawn(seed)
     with _pools(run_ranks):
         _, header, *rows = runs_lines(config, [*map(parse_layout, layouts.split(","))], None)
@@ -111,7 +109,7 @@ def test_a_job_that_is_right_passes(run_ranks, seed: int) -> None:
     assert all(int(row.split()[-2]) >= 2 for row in rows)  # those that are planted
 
 
-def test_a_schedule_in_tokens_has_the_same_shares_of_the_updates(tmp_path: Path) -> None:
+def test_a_schedule_in_tokens_has_the_same_shares_of_the_updates(tmp_path):
     tree = make_config("dp1", dtype="fp16").model_dump()
     tree["training"]["tokens"] = 10**6
     tree["lr_schedule"] = {"decay_style": "wsd", "warmup_tokens": 10**5, "decay_tokens": 5 * 10**5}
@@ -121,18 +119,18 @@ def test_a_schedule_in_tokens_has_the_same_shares_of_the_updates(tmp_path: Path)
     assert check_config(run_config(config, [layout], layout, tmp_path)) == []
 
 
-def _job() -> Config:
+def _job():
     return _dynamic(make_config("dp2"), dropout=0.1)
 
 
 @pytest.fixture(scope="module")
-def whole(run_ranks) -> dict[str, WatchedRun]:
+def whole(run_ranks):
     """Return a job that never stopped, by its layout."""
     with _pools(run_ranks):
         return {one.name: watched(_job(), [ONE, TWO], [one], None) for one in (ONE, TWO)}
 
 
-def _resumed(run_ranks, on: list[Layout], bug: str = "") -> WatchedRun:
+def _resumed(run_ranks, on, bug=""):
     """Return a job whose second start has a bug."""
     with _pools(run_ranks, bug, since=1):
         return watched(_job(), [ONE, TWO], on, None)
@@ -140,17 +138,17 @@ def _resumed(run_ranks, on: list[Layout], bug: str = "") -> WatchedRun:
 
 @pytest.mark.uncounted
 @pytest.mark.parametrize("bug", RUN_BUGS, ids=lambda bug: bug.plant.__name__)
-def test_a_planted_bug_is_named(run_ranks, whole: dict[str, WatchedRun], bug: RunBug) -> None:
+def test_a_planted_bug_is_named(run_ranks, whole, bug):
     for first in (TWO,) if bug.on_one_layout else (TWO, ONE):
         run = _resumed(run_ranks, [first, TWO], bug.plant.__name__)
         (problem,) = run_problems(whole[first.name], run, one_layout=first == TWO)
         assert problem.startswith(bug.words)
 
 
-def test_a_log_that_is_not_the_other_ones_is_named(run_ranks, whole: dict[str, WatchedRun]) -> None:
+def test_a_log_that_is_not_the_other_ones_is_named(run_ranks, whole):
     run = _resumed(run_ranks, [TWO, TWO])
 
-    def problems(rows: list[dict[str, Any]]) -> list[str]:
+    def problems(rows):
         return run_problems(whole["dp2"], run._replace(rows=rows), one_layout=True)
 
     assert problems(run.rows) == []
@@ -160,7 +158,7 @@ def test_a_log_that_is_not_the_other_ones_is_named(run_ranks, whole: dict[str, W
     assert re.search(r"^in metrics.jsonl, step 6: step is None, not 6, and \d+ more$", short)
 
 
-def test_a_job_with_experts_passes_and_biases_that_a_resume_loses_are_named(run_ranks) -> None:
+def test_a_job_with_experts_passes_and_biases_that_a_resume_loses_are_named(run_ranks):
     config, layouts = make_config("dp1", dtype="bf16", model={"experts": EXPERTS}), [TWO, parse_layout("dp2ep2")]
     with _pools(run_ranks):
         straight, run = (watched(config, layouts, on, None) for on in (layouts[:1], layouts))
@@ -171,7 +169,7 @@ def test_a_job_with_experts_passes_and_biases_that_a_resume_loses_are_named(run_
     assert lost.startswith("after the resume: blocks.1.feed_forward.router.balance.value is #")
 
 
-def test_schedules_of_long_runs_fit_into_the_few_updates(tmp_path: Path) -> None:
+def test_schedules_of_long_runs_fit_into_the_few_updates(tmp_path):
     tree = make_config("dp1", name="nag").model_dump()
     momentum, decay = {"start": 0.85, "warmup_steps": 300}, {"end": 0.0, "warmup_steps": 0, "decay_steps": 400}
     tree["optimizer"]["schedules"] = {"momentum": momentum, "weight_decay": decay}
@@ -181,7 +179,7 @@ def test_schedules_of_long_runs_fit_into_the_few_updates(tmp_path: Path) -> None
     assert optimizer.weight_decay[-1] == pytest.approx(optimizer.weight_decay[0] / 6)
 
 
-def test_a_job_has_the_same_global_batch_on_every_layout(tmp_path: Path) -> None:
+def test_a_job_has_the_same_global_batch_on_every_layout(tmp_path):
     layouts = [parse_layout(name) for name in ("cp2", "replicas2", "dp2replicas2", "dp2tp2", "pp2")]
     jobs = [run_config(make_config("dp1"), layouts, one, tmp_path) for one in layouts]
     assert {job.training.global_batch_size for job in jobs} == {16}
@@ -198,7 +196,7 @@ def test_a_job_has_the_same_global_batch_on_every_layout(tmp_path: Path) -> None
         ("put_in_any_order", ["after attempt 0 (update 1): gradient of ", "by what torch knows: put_"]),
     ],
 )
-def test_the_same_job_twice(run_ranks, bug: str, words: list[str]) -> None:
+def test_the_same_job_twice(run_ranks, bug, words):
     with _pools(run_ranks, bug, since=1):
         problems = twice_problems(_dynamic(make_config("dp1")), ONE, None)
     assert len(problems) == len(words)
@@ -208,9 +206,7 @@ def test_the_same_job_twice(run_ranks, bug: str, words: list[str]) -> None:
 CONFIG = str(Path(__file__).parents[4] / "configs/quickstart.toml")
 
 
-def test_the_command_names_what_differs_and_ends_with_1(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_names_what_differs_and_ends_with_1(monkeypatch, capsys):
     problems = ["the first difference", "operations"]
     monkeypatch.setattr(run_lines, "pool_for", Pool)
     monkeypatch.setattr(run_lines, "twice_problems", lambda *_: problems)
@@ -219,7 +215,7 @@ def test_the_command_names_what_differs_and_ends_with_1(
     assert told[1].split() == ["dp1", "cpu", "differs"]
     assert told[2:] == [f"  {problem}" for problem in problems]
 
-    def fails(*_: object) -> None:
+    def fails(*_):
         raise RankFailure("rank 1: no such thing")
 
     monkeypatch.setattr(run_lines, "twice_problems", fails)

@@ -1,7 +1,5 @@
 """Every setting reaches the object it is for."""
 
-from __future__ import annotations
-
 import inspect
 
 import pytest
@@ -16,18 +14,17 @@ from megamix import (
     HeadroomLossScale,
     MegatronLossScale,
     Muon,
-    Optimizer,
     ParamGroup,
     StaticLossScale,
     TorchLossScale,
     schedules,
 )
 from megamix.builders.objects import build_engine, build_loss_scale, build_optimizer, lr_table
-from megamix.config import ModelConfig, PrecisionConfig
+from megamix.config import PrecisionConfig
 from megamix.model.layers import Embedding
-from megamix.model.transformer import Block, Transformer
+from megamix.model.transformer import Transformer
 from megamix.plugins import LOSS_SCALES
-from tests.train.jobs import tiny_job
+from tests.builders import tiny_job
 
 
 @pytest.mark.parametrize(
@@ -45,7 +42,7 @@ from tests.train.jobs import tiny_job
         ({"dtype": "fp16", "loss_scale": {"rule": "static", "init_scale": 1024.0}}, StaticLossScale),
     ],
 )
-def test_the_loss_scale_of_a_precision_section(section, kind) -> None:
+def test_the_loss_scale_of_a_precision_section(section, kind):
     scale = build_loss_scale(PrecisionConfig(**section))
     assert (None if scale is None else type(scale)) == kind
 
@@ -58,7 +55,7 @@ RULES = [rule for rule in LOSS_SCALES.registered if rule != "static"]
 
 
 @pytest.mark.parametrize("kind", RULES)
-def test_every_setting_of_a_loss_scale_arrives(kind: str) -> None:
+def test_every_setting_of_a_loss_scale_arrives(kind):
     keys = LOSS_SCALES.sections[kind].model_fields.keys() - {"rule", "init_scale"}
     reads = inspect.signature(LOSS_SCALES.registered[kind]).parameters.keys() - {"init_scale", "window"}
     assert reads == keys  # headroom's window is no key
@@ -69,20 +66,20 @@ def test_every_setting_of_a_loss_scale_arrives(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", RULES)
-def test_a_loss_scale_without_settings_is_as_the_engine_s_own(kind: str) -> None:
+def test_a_loss_scale_without_settings_is_as_the_engine_s_own(kind):
     built, own = build_loss_scale(PrecisionConfig(loss_scale={"rule": kind})), LOSS_SCALES.registered[kind]()
     plain = {name: value for name, value in vars(own).items() if not isinstance(value, torch.Tensor)}
     assert {name: getattr(built, name) for name in plain} == plain
     assert torch.equal(built.loss_scale, own.loss_scale)
 
 
-def test_every_setting_of_the_optimizers_arrives(tmp_path) -> None:
+def test_every_setting_of_the_optimizers_arrives(tmp_path):
     groups = [{"pattern": "*.bias", "lr_factor": 2.0, "weight_decay": 0.5}]
     keys = {"weight_decay": 0.2, "groups": groups}
     group = (ParamGroup(pattern="*.bias", lr_factor=2.0, weight_decay=0.5),)
     lrs = lr_table(tiny_job(tmp_path))
 
-    def built(**table: object) -> Optimizer:
+    def built(**table):
         config = tiny_job(tmp_path, optimizer=keys | table)
         return build_optimizer(config)
 
@@ -108,11 +105,11 @@ def test_every_setting_of_the_optimizers_arrives(tmp_path) -> None:
     )  # fmt: skip
 
 
-def test_schedules_of_a_job_are_a_programs(tmp_path) -> None:
+def test_schedules_of_a_job_are_a_programs(tmp_path):
     by_name = {"weight_decay": {"end": 0.0}, "momentum": {"start": 0.85, "warmup_steps": 2}, "beta2": {"end": 0.9}}
     groups = [{"pattern": "*.up.*", "weight_decay": 0.4}, {"pattern": "head.*", "weight_decay": 0.0}, {"pattern": "*"}]
     keys = {"name": "muon", "weight_decay": 0.2, "schedules": by_name, "groups": groups}
-    optimizer = build_optimizer(tiny_job(tmp_path, optimizer=keys, training={"steps": 4}))
+    optimizer = build_optimizer(tiny_job(tmp_path, optimizer=keys, steps=4))
     assert isinstance(optimizer, Muon)
     assert optimizer.weight_decay == pytest.approx((0.2, 0.15, 0.1, 0.05))
     tall, head, others = (group.weight_decay for group in optimizer.groups)
@@ -126,13 +123,13 @@ def test_schedules_of_a_job_are_a_programs(tmp_path) -> None:
 class _Salted(Transformer):
     """Family with a table in each block that it has not named."""
 
-    def block(self, config: ModelConfig, layer: int) -> Block:
+    def block(self, config, layer):
         block = super().block(config, layer)
         block.salt = Embedding(8, config.hidden_size, self.ops, std=0.02)
         return block
 
 
-def test_a_family_s_tables_are_known_by_their_type(tmp_path, monkeypatch) -> None:
+def test_a_family_s_tables_are_known_by_their_type(tmp_path, monkeypatch):
     """The optimizer itself knows them, without an engine: `plan`, `verify` and the check of a checkpoint ask it."""
     monkeypatch.setattr("megamix.builders.objects.family_of", lambda model: _Salted)
     config = tiny_job(tmp_path, optimizer={"name": "muon"})
@@ -142,7 +139,7 @@ def test_a_family_s_tables_are_known_by_their_type(tmp_path, monkeypatch) -> Non
     assert not any("salt" in name for name in names)
 
 
-def test_every_setting_of_the_precision_arrives(tmp_path, monkeypatch) -> None:
+def test_every_setting_of_the_precision_arrives(tmp_path, monkeypatch):
     given = []
     monkeypatch.setattr(
         "megamix.builders.objects.ShardedEngine", lambda model, optimizer, precision, *_, **__: given.append(precision)
@@ -156,13 +153,8 @@ def test_every_setting_of_the_precision_arrives(tmp_path, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize(("grad_dtype", "want"), [("half", torch.float16), ("fp32", torch.float32)])
-def test_the_engine_gets_its_sections(tmp_path, grad_dtype: str, want: torch.dtype) -> None:
-    config = tiny_job(
-        tmp_path,
-        precision={"grad_dtype": grad_dtype},
-        optimizer={"clip_grad": 0.5},
-        parallelism={"bucket_size": 10, "overlap": False},
-    )
+def test_the_engine_gets_its_sections(tmp_path, grad_dtype, want):
+    config = tiny_job(tmp_path, grad_dtype=grad_dtype, clip_grad=0.5, bucket_size=10, overlap=False)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     engine = build_engine(config, model, [*model], grad_accum_steps=3)
     assert (engine.plan.precision.dtype, engine.buckets[0].grads.dtype) == (torch.float16, want)

@@ -2,39 +2,26 @@
 golden losses; impossible ones are refused.
 """
 
-from __future__ import annotations
-
 import math
 import tomllib
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from megamix.builders.data import data_problems, training_source, validation_sources
-from megamix.config import Config, ConfigError, config_from_dict, config_to_toml
-from megamix.data.loader import Batch, BatchLoader
+from megamix.config import ConfigError, config_from_dict, config_to_toml
+from megamix.data.loader import BatchLoader
 from megamix.data.source import TokenFileSource
 from megamix.data.token_file import TokenFileWriter
-from megamix.run.batch_plan import BatchPlan
-from tests.train.jobs import (
-    VOCAB,
-    Crash,
-    Record,
-    attempts_recorded,
-    crash_contained,
-    overflows_injected,
-    run_on_ranks,
-    tiny_job,
-)
+from tests.builders import VOCAB, run_on_ranks, tiny_job
 from tests.train.outcome import differences, end_of, metrics_of
+from tests.train.recorded import Crash, Record, attempts_recorded, crash_contained, overflows_injected
 
 BAD = frozenset((1, 4))  # attempts that overflow
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("files")
     for seed, name in enumerate(("a", "b", "c")):
         rng = np.random.default_rng(seed)
@@ -44,7 +31,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def job(folder: Path, files: Path, data: dict[str, Any], **sections: Any) -> Config:
+def job(folder, files, data, **sections):
     """Return a job on a packed mixture of two files and a chain, validated on the split-off part, unless `data`
     differs.
     """
@@ -54,17 +41,17 @@ def job(folder: Path, files: Path, data: dict[str, Any], **sections: Any) -> Con
         "precision": {"loss_scale": {"init_scale": 2.0**10}},
         "training": {"steps": 8, "eval_interval": 4},
         "checkpoint": {"folder": str(folder / "run"), "save_interval": 2},
-        "metrics": {"log_interval": 1, "tensorboard": False},
+        "metrics": {"log_interval": 1},
     }
     config = {name: config.get(name, {}) | sections.get(name, {}) for name in {*config, *sections}}
     return tiny_job(folder, data={"valid": None} | keys, **config)
 
 
-def run(config: Config, crash_at: int | None = None) -> Record:
+def run(config, crash_at=None):
     """Run the job to its end, or until it crashes before an attempt."""
     record = Record()
 
-    def crash(plan: BatchPlan) -> None:
+    def crash(plan):
         if plan.launched == crash_at:
             raise Crash
 
@@ -73,7 +60,7 @@ def run(config: Config, crash_at: int | None = None) -> Record:
     return record
 
 
-def test_two_ranks_with_other_counts_reach_the_losses_of_one(run_ranks, tmp_path, files) -> None:
+def test_two_ranks_with_other_counts_reach_the_losses_of_one(run_ranks, tmp_path, files):
     fp32 = {"precision": {"dtype": "fp32", "loss_scale": {"rule": "off"}}}
     alone = run(job(tmp_path / "1", files, {}, **fp32))
     both = run_ranks(run, 2, job(tmp_path / "2", files, {}, **fp32))
@@ -85,7 +72,7 @@ def test_two_ranks_with_other_counts_reach_the_losses_of_one(run_ranks, tmp_path
     assert both[0].valid_loss == pytest.approx(alone.valid_loss, rel=1e-5)
 
 
-def test_an_interrupted_run_on_a_staged_mixture_ends_bitwise_as_one_that_never_stopped(tmp_path, files) -> None:
+def test_an_interrupted_run_on_a_staged_mixture_ends_bitwise_as_one_that_never_stopped(tmp_path, files):
     stages = {"stages": [{"from_sample": 40, "train": [{"path": f"{files}/{name}", "weight": 1} for name in "cab"]}]}
     run(job(tmp_path / "straight", files, stages))
     for crash_at in (3, 6, 9):
@@ -94,16 +81,16 @@ def test_an_interrupted_run_on_a_staged_mixture_ends_bitwise_as_one_that_never_s
     assert differences(end_of(tmp_path / "straight"), end_of(tmp_path / "stopped")) == []
 
 
-def test_no_batch_is_asked_for_that_the_thread_was_not_told_of_before(tmp_path, files, monkeypatch) -> None:
+def test_no_batch_is_asked_for_that_the_thread_was_not_told_of_before(tmp_path, files, monkeypatch):
     # Otherwise a step would wait for the disk.
     announced, asked = set(), []
     prefetch, get = BatchLoader.prefetch, BatchLoader.get
 
-    def noted_prefetch(loader: BatchLoader, samples: range) -> None:
+    def noted_prefetch(loader, samples):
         announced.add((loader, samples))
         prefetch(loader, samples)
 
-    def noted_get(loader: BatchLoader, samples: range) -> Batch:
+    def noted_get(loader, samples):
         asked.append((loader, samples))
         return get(loader, samples)
 
@@ -114,8 +101,8 @@ def test_no_batch_is_asked_for_that_the_thread_was_not_told_of_before(tmp_path, 
     assert [one for one in asked if one not in announced] == []
 
 
-def test_what_was_read_may_not_change_and_what_was_not_may(tmp_path, files) -> None:
-    def weights(*values: float) -> list[dict[str, Any]]:
+def test_what_was_read_may_not_change_and_what_was_not_may(tmp_path, files):
+    def weights(*values):
         return [{"path": f"{files}/{name}", "weight": weight} for name, weight in zip("abc", values, strict=False)]
 
     later = [{"from_sample": 50, "train": weights(1, 1, 1)}]
@@ -141,7 +128,7 @@ def test_what_was_read_may_not_change_and_what_was_not_may(tmp_path, files) -> N
     assert metrics_of(tmp_path)[-1]["step"] == 8
 
 
-def test_every_key_reaches_the_source_it_is_for(tmp_path, files) -> None:
+def test_every_key_reaches_the_source_it_is_for(tmp_path, files):
     config = job(tmp_path, files, {})
     rows, held_out = training_source(config).read(range(12)), validation_sources(config)[""]
     assert rows.positions is not None
@@ -156,7 +143,7 @@ def test_every_key_reaches_the_source_it_is_for(tmp_path, files) -> None:
     assert corpus.num_windows == sum(part.num_windows for part in parts)  # type: ignore[attr-defined]
 
 
-def test_all_that_is_wrong_with_the_files_of_a_mixture_is_told_at_once(tmp_path, files) -> None:
+def test_all_that_is_wrong_with_the_files_of_a_mixture_is_told_at_once(tmp_path, files):
     train = [{"path": f"{files}/{name}", "weight": 1} for name in ("a", "nowhere", "b")]
     stages = [{"from_sample": 9, "train": [{"path": f"{files}/{name}"} for name in ("gone", "a")]}]
     problems = data_problems(job(tmp_path, files, {"train": [*train, {"markov": 65, "weight": 1}], "stages": stages}))
@@ -171,12 +158,12 @@ def test_all_that_is_wrong_with_the_files_of_a_mixture_is_told_at_once(tmp_path,
     assert problem.startswith("data.split: leaves 0 tokens of data.train")
 
 
-def test_a_stage_of_files_that_were_read_as_another_corpus_is_refused(tmp_path, files) -> None:
+def test_a_stage_of_files_that_were_read_as_another_corpus_is_refused(tmp_path, files):
     # A corpus of several files has another order, so windows would come twice before their epoch is over.
-    def listed(names: str, **weight: float) -> list[dict[str, Any]]:
+    def listed(names, **weight):
         return [{"path": f"{files}/{name}"} | weight for name in names]
 
-    def refused(train: Any, stage: Any) -> list[str]:
+    def refused(train, stage):
         return data_problems(job(tmp_path, files, {"train": train, "stages": [{"from_sample": 9, "train": stage}]}))
 
     for before, after in (("a", "ab"), ("ab", "b"), ("ab", "ba")):
@@ -192,14 +179,14 @@ def test_a_stage_of_files_that_were_read_as_another_corpus_is_refused(tmp_path, 
     assert isinstance(training_source(config), TokenFileSource)
 
 
-def test_two_files_of_one_length_are_read_in_orders_of_their_own_and_a_single_one_as_ever(tmp_path) -> None:
+def test_two_files_of_one_length_are_read_in_orders_of_their_own_and_a_single_one_as_ever(tmp_path):
     for name in ("a", "b"):
         with TokenFileWriter(tmp_path / name, 6401) as writer:
             writer.add(np.arange(6401))  # each window's tokens tell its place
     plain = {"packing": "none", "split": None}
     never = {"model": {"vocab_size": 6401}, "training": {"eval_interval": 0}}
 
-    def places(*names: str) -> list[int]:
+    def places(*names):
         train = [{"path": f"{tmp_path}/{name}", "weight": 1} for name in names]
         source = training_source(job(tmp_path, tmp_path, plain | {"train": train}, **never))
         return source.read(range(200 * len(names))).tokens[:, 0].tolist()
@@ -211,7 +198,7 @@ def test_two_files_of_one_length_are_read_in_orders_of_their_own_and_a_single_on
     assert sum(one == other for one, other in zip(first, second, strict=True)) < 10
 
 
-def test_a_made_up_chain_validates_on_other_samples_than_it_trains_on_whatever_the_seed(tmp_path) -> None:
+def test_a_made_up_chain_validates_on_other_samples_than_it_trains_on_whatever_the_seed(tmp_path):
     for seed in (0, 1234):
         config = job(tmp_path, tmp_path, {"train": [{"markov": 4}], "packing": "none"}, training={"seed": seed})
         held_out = validation_sources(config)[""]
@@ -219,7 +206,7 @@ def test_a_made_up_chain_validates_on_other_samples_than_it_trains_on_whatever_t
         assert not seen & {tuple(row) for row in held_out.read(range(500)).tokens.tolist()}
 
 
-def test_a_mixture_survives_the_way_to_toml_and_back(tmp_path, files) -> None:
+def test_a_mixture_survives_the_way_to_toml_and_back(tmp_path, files):
     stages = {"stages": [{"from_sample": 40, "train": [{"path": f"{files}/{name}"} for name in "cab"]}]}
     config = job(tmp_path, files, stages)
     again = config_from_dict(tomllib.loads(config_to_toml(config)))
@@ -227,7 +214,7 @@ def test_a_mixture_survives_the_way_to_toml_and_back(tmp_path, files) -> None:
     assert [source.path for source in again.data.stages[0].train] == [f"{files}/{name}" for name in "cab"]
 
 
-def test_losses_are_means_over_the_targets_that_count_of_training_and_of_validation(tmp_path) -> None:
+def test_losses_are_means_over_the_targets_that_count_of_training_and_of_validation(tmp_path):
     with TokenFileWriter(tmp_path / "pairs", VOCAB) as writer:
         for number in range(2000):
             writer.add(np.array([number % VOCAB, number * 7 % VOCAB]))  # half of the tokens begin a document
@@ -241,7 +228,7 @@ def test_losses_are_means_over_the_targets_that_count_of_training_and_of_validat
 GOLDEN = [4.15334, 4.08088, 3.97354, 3.90768, 3.75049, 3.68927, 3.61553, 3.60751]
 
 
-def test_the_losses_of_a_made_up_chain_are_those_of_every_machine(tmp_path) -> None:
+def test_the_losses_of_a_made_up_chain_are_those_of_every_machine(tmp_path):
     # In FP32 only the order of sums may differ between machines, some 1e-5 of a loss; a change of data, order, model,
     # initial weights or update moves the third digit at least.
     config = job(

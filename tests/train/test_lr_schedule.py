@@ -12,9 +12,7 @@ from megamix.config.sections import Config, LrScheduleConfig, TrainingConfig
 STYLES = ["cosine", "linear", "wsd", "inverse_sqrt", "constant"]
 
 
-def table(
-    decay_style: str, warmup_steps: int, decay_steps: int | None, steps: int, min_lr: float, lr: float = 1.0
-) -> list[float]:
+def table(decay_style, warmup_steps, decay_steps, steps, min_lr, lr=1.0):
     schedule = {"decay_style": decay_style, "warmup_steps": warmup_steps, "decay_steps": decay_steps}
     config = Config.model_construct(  # unchecked, because min_lr may be wrong
         optimizer=OptimizerConfig.model_construct(lr=lr, min_lr=min_lr),
@@ -46,15 +44,13 @@ HALF_ROOT = math.sqrt(0.5)
         ("inverse_sqrt", 1, 2, 0.6, [1, math.sqrt(1 / 2), 0.6, 0.6]),  # min_lr is the floor
     ],
 )
-def test_lr_follows_the_equation(
-    decay_style: str, warmup_steps: int, decay_steps: int | None, min_lr: float, want: list[float]
-) -> None:
+def test_lr_follows_the_equation(decay_style, warmup_steps, decay_steps, min_lr, want):
     assert table(decay_style, warmup_steps, decay_steps, len(want), min_lr) == pytest.approx(want, rel=1e-15)
 
 
 @pytest.mark.parametrize("decay_style", STYLES)
 @pytest.mark.parametrize("warmup_steps", [0, 1, 7, 50, 100])
-def test_no_update_is_spent_on_nothing_and_none_exceeds_the_peak(decay_style: str, warmup_steps: int) -> None:
+def test_no_update_is_spent_on_nothing_and_none_exceeds_the_peak(decay_style, warmup_steps):
     lrs = table(decay_style, warmup_steps, None, 100, 0.0)
     assert len(lrs) == 100
     assert all(0 < lr <= 1 for lr in lrs)
@@ -63,7 +59,7 @@ def test_no_update_is_spent_on_nothing_and_none_exceeds_the_peak(decay_style: st
 
 
 @pytest.mark.parametrize("decay_style", STYLES)
-def test_lr_rises_through_the_warm_up_and_never_after_it(decay_style: str) -> None:
+def test_lr_rises_through_the_warm_up_and_never_after_it(decay_style):
     lrs = table(decay_style, 10, 40, 100, 0.1)
     assert lrs[:10] == sorted(lrs[:10])
     assert lrs[9:] == sorted(lrs[9:], reverse=True)
@@ -71,14 +67,14 @@ def test_lr_rises_through_the_warm_up_and_never_after_it(decay_style: str) -> No
 
 
 @pytest.mark.parametrize("decay_style", STYLES)
-def test_lr_scales_with_the_peak(decay_style: str) -> None:
+def test_lr_scales_with_the_peak(decay_style):
     unit = table(decay_style, 3, 5, 20, 0.125)
     scaled = table(decay_style, 3, 5, 20, 2**-13, lr=2**-10)
     assert scaled == [lr * 2**-10 for lr in unit]
 
 
 @pytest.mark.parametrize(("warmup_steps", "decay_steps", "min_lr"), [(5, 6, 0.0), (0, 0, 0.0), (0, None, 2.0)])
-def test_what_cannot_be_is_refused_with_every_number(warmup_steps: int, decay_steps: int | None, min_lr: float) -> None:
+def test_what_cannot_be_is_refused_with_every_number(warmup_steps, decay_steps, min_lr):
     numbers = f"lr 1.0, steps 10, warmup_steps {warmup_steps}, decay_steps {decay_steps}, min_lr {min_lr}: give 0 <="
     with pytest.raises(ValueError, match=re.escape(numbers)):
         table("linear", warmup_steps, decay_steps, 10, min_lr)
