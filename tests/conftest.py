@@ -11,6 +11,7 @@ import os
 import pkgutil
 import signal
 import sys
+import time
 from collections import Counter
 
 import pytest
@@ -22,6 +23,8 @@ from tests.programs import count_no_lines_in_programs, counting, lines_counted, 
 
 # The counts that an issue names are run by `./launch/test.sh --full`; otherwise seeded samples of each sweep.
 FULL = os.environ.get("MEGAMIX_FULL") == "1"
+
+BEGAN_S = time.monotonic()
 
 # For a few small kernels: a pool of compiler processes is another import of torch in every process that compiles, and
 # to try each instruction set is a compilation.
@@ -41,10 +44,16 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # behind a shell's &, lik
 def pytest_addoption(parser):
     told = "device of the tests of engine and model (tests/devices.py); on another than the CPU no others run"
     parser.addoption("--device", choices=("cpu", "cuda", "simulated"), default="cpu", help=told)
+    parser.addoption("--seconds", type=float, default=math.inf, help="begin no test after that many seconds")
 
 
 def pytest_configure(config):
     devices.prepare(config.getoption("device"))
+
+
+def pytest_runtest_setup(item):
+    if time.monotonic() - BEGAN_S > item.config.getoption("seconds"):
+        pytest.skip("the time of --seconds is over")
 
 
 @pytest.hookimpl(wrapper=True)
