@@ -317,16 +317,17 @@ def test_checks_run_in_order_and_judge_coverage_if_asked(sandbox, counts):
     lines.remove("mypy")  # at its own pace
     counted = [
         "coverage erase",
-        "coverage run -m pytest -n 2 --dist worksteal",
+        "coverage run -m pytest -n 2 --dist worksteal --durations=10",
         "coverage combine --quiet",
         "coverage report --fail-under=95",
     ]
     assert lines == [
         "ruff check .",
         "ruff format --check .",
-        *(counted if counts else ["pytest -n 2 --dist worksteal"]),
         *(["pytest -n 2 --dist worksteal -m also_wide"] if half_units() else []),  # and the files that have some
+        *(counted if counts else ["pytest -n 2 --dist worksteal --durations=10"]),
     ]
+    assert re.search(r"^install \d+ s, ruff \d+ s, tests \d+ s$", done.stderr, flags=re.MULTILINE)
     assert set(sandbox.lines("full")) == {"FULL=1"}
 
 
@@ -340,11 +341,21 @@ def test_whichever_check_fails_fails_the_run_and_says_why(sandbox, fails):
     assert ("chosen -m coverage report --fail-under=95" in sandbox.lines()) == (fails == "mypy")  # told behind them
 
 
+@pytest.mark.parametrize("reached", ["", "tests/near.py tests/far.py"])
+def test_a_change_runs_what_it_reaches_in_that_order(sandbox, reached):
+    sandbox.program("python3")
+    (sandbox.base / "reached").write_text(reached)
+    done = sandbox.run("test.sh", "--changed", "-x")
+    assert done.returncode == 0, done.stderr
+    runs = [line.partition("--seconds ")[2] for line in sandbox.lines() if "-m pytest" in line]
+    assert runs == ([f"150 {reached} -x"] if reached else [])
+
+
 def test_chosen_tests_are_passed_on_and_coverage_is_not_judged(sandbox):
     sandbox.program("python3")
     sandbox.run("test.sh", "--coverage", "-k", "two words")
     lines = [line for line in sandbox.lines() if line != "python -m mypy"]  # at its own pace
-    assert "python -m coverage run -m pytest -n 2 --dist worksteal -k two words" in lines
+    assert "python -m coverage run -m pytest -n 2 --dist worksteal --durations=10 -k two words" in lines
     assert lines[-1] == "python -m coverage report"
     assert set(sandbox.lines("full")) == {"FULL="}
 
@@ -354,7 +365,10 @@ def test_megamix_python_without_tools_says_what_is_left_out(sandbox):
     chosen = sandbox.program("chosen")
     done = sandbox.run("test.sh", "--coverage", MEGAMIX_PYTHON=str(chosen))
     assert done.returncode == 0, done.stderr
-    assert sandbox.lines() == ["chosen -m pytest", *(["chosen -m pytest -m also_wide"] if half_units() else [])]
+    assert sandbox.lines() == [
+        *(["chosen -m pytest -m also_wide"] if half_units() else []),
+        "chosen -m pytest --durations=10",
+    ]
     for name in ("ruff", "mypy", "xdist", "coverage"):
         assert f"{name} is left out: {chosen} has none" in done.stderr
 
