@@ -4,47 +4,26 @@ Verbs and their flags, configuration keys with their defaults, the library's exp
 statuses, and the files of a run.
 """
 
+import contextlib
 import inspect
 import json
 import re
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any, cast
 
 import megamix
 from megamix.cli import VERBS, _parser
 from megamix.config.sections import config_schema
 from megamix.supervise.status import EXIT_STATUS
-from tests.builders import write_data
-
-JOB = """[model]
-vocab_size = 64
-seq_len = 32
-hidden_size = 32
-num_layers = 2
-num_heads = 2
-[data]
-train = "DATA/train"
-valid = "DATA/valid"
-[optimizer]
-lr = 0.01
-compile = false
-[training]
-steps = 4
-micro_batch_size = 2
-global_batch_size = 4
-[checkpoint]
-folder = "FOLDER"
-"""
+from tests.builders import run_on_ranks, tiny_job, write_data
 
 
 def flags():
     """Yield each verb, and each of its flags and positional arguments."""
     for verb in VERBS:
         (verbs,) = (action for action in _parser([verb.name])._actions if action.dest == "verb")
-        yield from _flags(f"megamix {verb.name}", cast(dict[str, Any], verbs.choices)[verb.name])
+        yield from _flags(f"megamix {verb.name}", verbs.choices[verb.name])
 
 
 def _flags(name, parser):
@@ -94,10 +73,10 @@ def exports():
 def files():
     """Yield the files of a run of four updates, digits as #."""
     with tempfile.TemporaryDirectory() as place:
-        job, folder = Path(place, "job.toml"), Path(place, "run")
         write_data(Path(place, "data"))
-        job.write_text(JOB.replace("FOLDER", str(folder)).replace("DATA", f"{place}/data"), encoding="utf-8")
-        subprocess.run([sys.executable, "-m", "megamix", "train", str(job)], check=True, capture_output=True)
+        with contextlib.redirect_stdout(sys.stderr):
+            run_on_ranks(tiny_job(Path(place), steps=4, tensorboard=True))
+        folder = Path(place, "run")
         names = {re.sub(r"\d+", "#", str(path.relative_to(folder))) for path in folder.rglob("*") if path.is_file()}
         yield from (f"file {re.sub(r'events.out.*', 'events.out.#', name)}" for name in names)
 

@@ -6,14 +6,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from tests import devices
 from tests.conftest import FULL
 from tests.gpu import library
-from tests.gpu.cpu_only import Recorder
 
 ROOT = Path(__file__).parents[1]
 # Without `--full`, files of few seconds, with tests that pass and tests that fail.
@@ -48,30 +46,3 @@ def test_what_is_written_down_is_there():
     for name in devices.cpu_only():
         file, _, test = name.partition("[")[0].partition("::")
         assert f"def {test}(" in (ROOT / file).read_text(encoding="utf-8"), name
-
-
-def _item(name, *, real_gpu=False):
-    marks = []
-    return SimpleNamespace(
-        nodeid=name, get_closest_marker=lambda _: real_gpu or None, add_marker=marks.append, marks=marks
-    )
-
-
-def test_a_real_gpu_runs_what_the_simulated_one_can_and_what_needs_it(monkeypatch):
-    monkeypatch.setattr(devices, "cpu_only", lambda: {"tests/model/a.py::b": "why", "tests/model/a.py::c[1]": "why"})
-    names = [f"tests/model/a.py::{test}" for test in ("a", "b[0]", "c[0]", "c[1]")]
-    items = [*map(_item, names), _item("tests/model/a.py::d", real_gpu=True), _item("tests/data/a.py::e")]
-    assert devices.chosen("cuda", items) == [items[0], items[2], items[4]]
-    assert devices.chosen("simulated", items) == items[:4]
-    assert [bool(item.marks) for item in items[:4]] == [False, True, False, True]
-
-
-def test_a_test_is_written_down_as_one_or_by_its_cases():
-    recorder = Recorder()
-    for name, outcome in (("a[0]", "failed"), ("a[1]", "failed"), ("b[0]", "failed"), ("b[1]", "passed")):
-        report = SimpleNamespace(
-            nodeid=name, failed=outcome == "failed", passed=outcome == "passed", when="call",
-            longrepr="RuntimeError: no  kernel at 0x7f00 of /tmp/it",
-        )  # fmt: skip
-        recorder.pytest_runtest_logreport(report)  # type: ignore[arg-type]
-    assert recorder.lines() == [f"{name}\tRuntimeError: no kernel at of\n" for name in ("a", "b[0]")]
