@@ -41,21 +41,18 @@ def test_asked_for_help_a_script_prints_its_usage_and_does_nothing(sandbox, scri
 )
 def test_pretrain_starts_a_rank_per_gpu_or_as_told(sandbox, gpus, variables, want):
     sandbox.gpus(gpus)
-    config = str(sandbox.repo / "configs" / "quickstart.toml")
-    done = sandbox.run(
-        "pretrain.sh", config, "training.steps=90", MEGAMIX_PYTHON=str(sandbox.program("p")), **variables
-    )
+    done = sandbox.pretrain(sandbox.config, "training.steps=90", config=False, **variables)
     assert done.returncode == 0, done.stderr
     assert torchrun(sandbox)[1:] == [
         *("ranks", "--standalone", f"--nproc-per-node={want}"),
-        *("-m", "megamix", "train", config, "training.steps=90"),
+        *("-m", "megamix", "train", sandbox.config, "training.steps=90"),
     ]
     # One interpreter that imports anything, the launcher: the other looks for modules, and ends.
     assert sandbox.lines("started") == ["- torch numpy", "-m megamix.pretrain --standalone"]
     assert sandbox.lines("checked") == [f"WORLD_SIZE={want}"]
     # Each rank has its own: tests/test_machine.py.
     assert sandbox.lines("environment") == ["OMP_NUM_THREADS= MALLOC="]
-    done = sandbox.run("pretrain.sh", "--check", config, MEGAMIX_PYTHON=str(sandbox.program("p")), **variables)
+    done = sandbox.pretrain("--check", **variables)
     assert done.returncode == 0, done.stderr
     assert sandbox.lines("checked") == [f"WORLD_SIZE={want}"]
     assert sandbox.lines() == []  # no rank
@@ -91,16 +88,14 @@ def test_a_signal_while_files_are_looked_at_ends_pretrain_as_a_run_that_was_aske
 
 @pytest.mark.parametrize("asked", [["--memory", "3GiB"], ["--memory=3GiB"]])
 def test_pretrains_check_takes_what_a_rank_may_hold(sandbox, asked):
-    config = str(sandbox.repo / "configs" / "quickstart.toml")
-    done = sandbox.run("pretrain.sh", "--check", *asked, config, MEGAMIX_PYTHON=str(sandbox.program("p")))
+    done = sandbox.pretrain("--check", *asked)
     assert done.returncode == 0, done.stderr
-    assert sandbox.lines("asked") == [f"{config} True {3 * 2**30}"]
+    assert sandbox.lines("asked") == [f"{sandbox.config} True {3 * 2**30}"]
 
 
 def test_pretrain_leaves_the_users_threads_and_malloc_alone(sandbox):
     variables = {"OMP_NUM_THREADS": "7", "MALLOC_TRIM_THRESHOLD_": "9"}
-    config = str(sandbox.repo / "configs" / "quickstart.toml")
-    sandbox.run("pretrain.sh", config, MEGAMIX_PYTHON=str(sandbox.program("p")), **variables)
+    sandbox.pretrain(**variables)
     assert sandbox.lines("environment") == ["OMP_NUM_THREADS=7 MALLOC=9"]
 
 
@@ -113,16 +108,15 @@ NODES = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "node0"}
 )
 def test_the_command_that_goes_on_starts_as_many_ranks(sandbox, variables, settings):
     (sandbox.base / "interrupted").touch()
-    config = str(sandbox.repo / "configs" / "quickstart.toml")
-    done = sandbox.run("pretrain.sh", config, MEGAMIX_PYTHON=str(sandbox.program("p")), **variables)
-    assert done.stderr.endswith(f"to go on, repeat the command: {settings}./launch/pretrain.sh {config}\n"), done.stderr
+    done = sandbox.pretrain(**variables)
+    assert done.stderr.endswith(f"to go on, repeat the command: {settings}./launch/pretrain.sh {sandbox.config}\n"), (
+        done.stderr
+    )
 
 
 @pytest.mark.parametrize(("variables", "port"), [({}, 29500), ({"MASTER_PORT": "4711"}, 4711)])
 def test_pretrain_on_many_nodes_meets_at_the_first(sandbox, variables, port):
-    python = str(sandbox.program("p"))
-    config = str(sandbox.repo / "configs" / "quickstart.toml")
-    done = sandbox.run("pretrain.sh", config, MEGAMIX_PYTHON=python, **NODES, **variables)
+    done = sandbox.pretrain(**NODES, **variables)
     assert done.returncode == 0, done.stderr
     assert sandbox.lines("checked") == ["WORLD_SIZE=2"]
     assert torchrun(sandbox)[2:7] == [
@@ -136,8 +130,7 @@ def test_pretrain_reads_the_names_that_kubeflow_sets_where_the_plain_ones_are_no
     theirs |= {"PET_MASTER_PORT": "4711", "PET_NPROC_PER_NODE": "auto", "NODE_RANK": "0"}
     theirs |= {"PET_RDZV_BACKEND": "c10d", "PET_MAX_RESTARTS": "3"}  # torchrun would take them by itself
     sandbox.gpus(4)
-    config = str(sandbox.repo / "configs" / "quickstart.toml")
-    done = sandbox.run("pretrain.sh", config, MEGAMIX_PYTHON=str(sandbox.program("p")), **theirs)
+    done = sandbox.pretrain(**theirs)
     assert done.returncode == 0, done.stderr
     assert sandbox.lines("checked") == ["WORLD_SIZE=8"]
     assert torchrun(sandbox)[2:7] == [
@@ -150,10 +143,9 @@ def test_pretrain_reads_the_names_that_kubeflow_sets_where_the_plain_ones_are_no
 @pytest.mark.parametrize("name", ["TERM", "USR1"])
 def test_a_signal_while_the_script_still_looks_ends_it_as_a_run_that_was_asked_to_leave(sandbox, name):
     python = sandbox.program(
-        "p", f"#!/bin/bash\nread -r _ _ _ script _ </proc/$PPID/stat\nkill -{name} $script $PPID $$\n"
+        "killer", f"#!/bin/bash\nread -r _ _ _ script _ </proc/$PPID/stat\nkill -{name} $script $PPID $$\n"
     )
-    config = str(sandbox.repo / "configs" / "quickstart.toml")
-    done = sandbox.run("pretrain.sh", config, MEGAMIX_PYTHON=str(python))
+    done = sandbox.pretrain(MEGAMIX_PYTHON=str(python))
     assert done.returncode == EXIT_STATUS["preempted"]
     assert done.stderr == "interrupted before any rank had started; the same command starts again\n"
 
@@ -189,8 +181,8 @@ def test_a_signal_while_pretrain_loads_its_modules_ends_it_so_too(tmp_path, numb
     ],
 )
 def test_pretrain_refuses_before_any_rank_starts(sandbox, arguments, variables, want):
-    filled = [text.format(config=sandbox.repo / "configs" / "quickstart.toml") for text in arguments]
-    done = sandbox.run("pretrain.sh", *filled, MEGAMIX_PYTHON=str(sandbox.program("p")), **variables)
+    filled = [text.format(config=sandbox.config) for text in arguments]
+    done = sandbox.pretrain(*filled, config=False, **variables)
     assert done.returncode == 2
     assert want in done.stderr
     assert sandbox.lines() == []
@@ -203,9 +195,7 @@ def test_pretrain_runs_no_code_that_another_user_may_have_compiled(sandbox):
         os.chown(cache, 65534, 65534)
     else:
         cache = Path("/")
-    config = str(sandbox.repo / "configs" / "quickstart.toml")
-    python = str(sandbox.program("p"))
-    done = sandbox.run("pretrain.sh", config, MEGAMIX_PYTHON=python, TORCHINDUCTOR_CACHE_DIR=str(cache))
+    done = sandbox.pretrain(TORCHINDUCTOR_CACHE_DIR=str(cache))
     assert done.returncode == 2
     assert f"TORCHINDUCTOR_CACHE_DIR: got {cache}, must be a folder of yours" in done.stderr
     assert sandbox.lines() == []
@@ -237,7 +227,6 @@ def test_pretrain_without_an_install_says_what_to_run(sandbox):
 )
 def test_quickstart_prepares_and_trains_on_what_is_there(sandbox, gpus, variables, ranks, override):
     sandbox.gpus(gpus)
-    sandbox.program("python3")
     done = sandbox.run("quickstart.sh", "optimizer.lr=1e-3", **variables)
     assert done.returncode == 0, done.stderr
     stages = re.findall(r"^(\d/3 \w+): .*(?:minute|second)", done.stderr, flags=re.MULTILINE)
@@ -251,7 +240,6 @@ def test_quickstart_prepares_and_trains_on_what_is_there(sandbox, gpus, variable
 
 
 def test_quickstart_ends_with_what_was_reached_the_pictures_and_the_next_commands(sandbox):
-    sandbox.program("python3")
     other = sandbox.repo / "runs/other"
     other.mkdir(parents=True)
     rows = '{"step": 130, "valid/loss": 4.02}\n{"step": 260, "train/loss": 3.3}\n{"step": 260, "valid/loss": 3.496}\n'
@@ -266,7 +254,6 @@ def test_quickstart_ends_with_what_was_reached_the_pictures_and_the_next_command
 
 
 def test_quickstart_that_was_interrupted_says_last_that_it_starts_anew(sandbox):
-    sandbox.program("python3")
     (sandbox.base / "interrupted").touch()
     done = sandbox.run("quickstart.sh")
     assert done.returncode == 130
@@ -277,7 +264,6 @@ def test_quickstart_that_was_interrupted_says_last_that_it_starts_anew(sandbox):
 
 
 def test_quickstart_says_when_torch_cannot_use_a_gpu_that_is_there(sandbox):
-    sandbox.program("python3")
     sandbox.program("nvidia-smi", "#!/bin/bash\necho 'GPU 0: Big (UUID: 1)'\necho 'GPU 1: Big (UUID: 2)'\n")
     want = "nvidia-smi shows 2 GPU(s), but torch 9.9+fake cannot use any"
     assert want in sandbox.run("quickstart.sh").stderr
@@ -289,7 +275,6 @@ def test_quickstart_says_when_torch_cannot_use_a_gpu_that_is_there(sandbox):
 
 
 def test_quickstart_moves_an_earlier_run_aside(sandbox):
-    sandbox.program("python3")
     runs = sandbox.repo / "runs"
     for number in range(3):
         (runs / "quickstart").mkdir(parents=True)
@@ -301,7 +286,6 @@ def test_quickstart_moves_an_earlier_run_aside(sandbox):
 
 @pytest.mark.parametrize(("override", "status"), [("checkpoint.folder=runs/other", 0), ("optimizer.lr=-1", 2)])
 def test_quickstart_leaves_an_earlier_run_where_it_is_unless_it_is_in_the_way(sandbox, override, status):
-    sandbox.program("python3")
     earlier = sandbox.repo / "runs" / "quickstart"
     earlier.mkdir(parents=True)
     assert sandbox.run("quickstart.sh", override).returncode == status
@@ -310,7 +294,6 @@ def test_quickstart_leaves_an_earlier_run_where_it_is_unless_it_is_in_the_way(sa
 
 @pytest.mark.parametrize("counts", [False, True])
 def test_checks_run_in_order_and_judge_coverage_if_asked(sandbox, counts):
-    sandbox.program("python3")
     done = sandbox.run("test.sh", "--full", *(["--coverage"] if counts else []))
     assert done.returncode == 0, done.stderr
     lines = [line.removeprefix("python -m ") for line in sandbox.lines() if line.startswith("python -m ")]
@@ -343,7 +326,6 @@ def test_whichever_check_fails_fails_the_run_and_says_why(sandbox, fails):
 
 @pytest.mark.parametrize("reached", ["", "tests/near.py tests/far.py"])
 def test_a_change_runs_what_it_reaches_in_that_order(sandbox, reached):
-    sandbox.program("python3")
     (sandbox.base / "reached").write_text(reached)
     done = sandbox.run("test.sh", "--changed", "-x")
     assert done.returncode == 0, done.stderr
@@ -352,7 +334,6 @@ def test_a_change_runs_what_it_reaches_in_that_order(sandbox, reached):
 
 
 def test_chosen_tests_are_passed_on_and_coverage_is_not_judged(sandbox):
-    sandbox.program("python3")
     sandbox.run("test.sh", "--coverage", "-k", "two words")
     lines = [line for line in sandbox.lines() if line != "python -m mypy"]  # at its own pace
     assert "python -m coverage run -m pytest -n 2 --dist worksteal --durations=10 -k two words" in lines

@@ -26,6 +26,7 @@ def test_first_new_enough_python_is_taken(sandbox):
 
 
 def test_no_python_is_a_message(sandbox):
+    (sandbox.bin / "python3").unlink()
     done = sandbox.run("quickstart.sh")
     assert done.returncode == 2
     assert "no Python >= 3.11 with the venv module on PATH" in done.stderr
@@ -34,7 +35,6 @@ def test_no_python_is_a_message(sandbox):
 
 
 def test_torch_is_installed_first_at_its_pin_then_the_extras_and_triton_apart(sandbox):
-    sandbox.program("python3")
     done = sandbox.run("test.sh", "--install-only")
     _, torch, extras, triton = sandbox.lines()
     (pin,) = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line.startswith("torch==")]
@@ -45,7 +45,6 @@ def test_torch_is_installed_first_at_its_pin_then_the_extras_and_triton_apart(sa
 
 
 def test_the_oldest_torch_gets_an_environment_and_a_python_of_its_own(sandbox):
-    sandbox.program("python3")
     done = sandbox.run("test.sh", "--oldest")
     assert done.returncode == 2
     assert "(tried python3.12); install one (Debian and Ubuntu: apt install python3.12 python3.12-venv)" in done.stderr
@@ -71,7 +70,7 @@ def test_the_oldest_torch_gets_an_environment_and_a_python_of_its_own(sandbox):
 
 def test_an_install_that_takes_long_says_every_four_seconds_that_it_is_at_work(sandbox):
     """Seconds pass at once here: the stand-in for sleep takes none, and pip waits for 22 of them."""
-    python = sandbox.program("python3")
+    python = sandbox.bin / "python3"
     (sandbox.bin / "sleep").unlink()
     sandbox.program("sleep", '#!/bin/bash\necho >>"$BASE/slept"\n[[ ! -e "$BASE/waited" ]]\n')
     slept = '[[ -e "$BASE/slept" && $(grep -c "" "$BASE/slept") -gt 22 ]]'
@@ -84,7 +83,6 @@ def test_an_install_that_takes_long_says_every_four_seconds_that_it_is_at_work(s
 
 
 def test_second_call_installs_nothing_until_a_pin_changes(sandbox):
-    sandbox.program("python3")
     sandbox.run("test.sh", "--install-only")
     sandbox.lines()
     assert sandbox.run("test.sh", "--install-only").returncode == 0
@@ -96,7 +94,6 @@ def test_second_call_installs_nothing_until_a_pin_changes(sandbox):
 
 
 def test_quickstart_reuses_what_the_tests_installed_but_not_the_reverse(sandbox):
-    sandbox.program("python3")
     sandbox.run("quickstart.sh")
     assert any(line.endswith("-e .[all]") for line in sandbox.lines())
     sandbox.run("test.sh", "--install-only")
@@ -106,7 +103,6 @@ def test_quickstart_reuses_what_the_tests_installed_but_not_the_reverse(sandbox)
 
 
 def test_a_user_installs_without_what_only_tests_need_and_an_extra_by_its_name(sandbox):
-    sandbox.program("python3")
     done = sandbox.run("install.sh", "transformers", "wandb")
     assert done.returncode == 0, done.stderr
     installs = [line.rpartition(" -e ")[2] for line in sandbox.lines() if " -e " in line]
@@ -123,7 +119,6 @@ def test_a_user_installs_without_what_only_tests_need_and_an_extra_by_its_name(s
 
 
 def test_killed_install_is_made_anew(sandbox):
-    sandbox.program("python3")
     (sandbox.base / "killed-install").touch()
     assert sandbox.run("test.sh", "--install-only").returncode != 0
     half = sandbox.repo / ".venv" / "half-a-package"
@@ -139,7 +134,6 @@ def test_killed_install_is_made_anew(sandbox):
 
 
 def test_environment_that_broke_is_made_anew(sandbox):
-    sandbox.program("python3")
     sandbox.run("test.sh", "--install-only")
     (sandbox.repo / ".venv" / "bin" / "python").unlink()
     sandbox.lines()
@@ -149,7 +143,7 @@ def test_environment_that_broke_is_made_anew(sandbox):
 
 
 def test_environment_of_someone_else_is_used_or_refused_but_not_deleted(sandbox):
-    python = sandbox.program("python3")
+    python = sandbox.bin / "python3"
     mine = sandbox.repo / ".venv" / "bin"
     mine.mkdir(parents=True)
     shutil.copy(python, mine / "python")
@@ -164,7 +158,6 @@ def test_environment_of_someone_else_is_used_or_refused_but_not_deleted(sandbox)
 
 
 def test_megamix_python_is_used_as_it_is(sandbox):
-    sandbox.program("python3")
     chosen = sandbox.program("chosen")
     done = sandbox.run("quickstart.sh", MEGAMIX_PYTHON=str(chosen))
     assert done.returncode == 0, done.stderr
@@ -200,8 +193,7 @@ def test_megamix_python_that_cannot_work_is_a_message(sandbox, script, name, wan
         sandbox.hide("torch")
     elif name == "broken":
         (sandbox.modules / "torch.py").write_text("raise ImportError('planted')\n")
-    config = [str(sandbox.repo / "configs/quickstart.toml")] if script == "pretrain.sh" else []
-    done = sandbox.run(script, *config, MEGAMIX_PYTHON=name)
+    done = sandbox.run(script, *([sandbox.config] if script == "pretrain.sh" else []), MEGAMIX_PYTHON=name)
     assert done.returncode == 2
     assert "MEGAMIX_PYTHON: got " in done.stderr
     assert name in done.stderr
