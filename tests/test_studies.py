@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import bf16_moments
@@ -38,8 +39,15 @@ STUDIES = (
 PAGE = run_all.PAGE.read_text(encoding="utf-8")
 
 
-def _shows(module, findings, folder, monkeypatch):
-    """The study's tables stand on the page, with other numbers at full size, and its figure can be drawn."""
+@pytest.fixture
+def shows(tmp_path, monkeypatch):
+    """Return a check that a study's tables stand on the page, with other numbers at full size, and that its figure can
+    be drawn.
+    """
+    return partial(_shows, tmp_path, monkeypatch)
+
+
+def _shows(folder, monkeypatch, module, findings):
     place = PAGE.partition(f"<!-- {module.__name__} -->\n")[2].partition("<!-- end of")[0]
     assert _headings(place) == _headings(module.text(findings)) != []
     if hasattr(module, "draw"):
@@ -57,17 +65,23 @@ def _headings(markdown):
     return [heading for heading, _ in tables]
 
 
-def test_halves_are_rounded_to_nearest_even_at_every_boundary(tmp_path, monkeypatch):
+def _is_on_the_page(module, shows):
+    kept = module.measure()
+    assert f"\n{module.text(kept)}\n\n<!-- end of {module.__name__} -->" in PAGE
+    shows(module, kept)
+
+
+def test_halves_are_rounded_to_nearest_even_at_every_boundary(shows):
     findings = bf16_rounding.measure(small=True)
     for (dtype, rounding), by_class in findings.items():
         different, compared = (sum(counts) for counts in zip(*by_class.values(), strict=True))
         assert compared == 2**16 + 6 * {"BF16": 255 * 128, "FP16": 31 * 1024}[dtype]
         assert min(count for _, count in by_class.values()) > 0
         assert (different > 0) == rounding.startswith("cutting off"), (dtype, rounding)
-    _shows(bf16_rounding, findings, tmp_path, monkeypatch)
+    shows(bf16_rounding, findings)
 
 
-def test_our_cpu_path_sums_in_fp32(tmp_path, monkeypatch):
+def test_our_cpu_path_sums_in_fp32(shows):
     findings = gemm_accumulation.measure(small=True)
     for (_, inputs), by_length in findings.items():
         for k, errors in by_length.items():
@@ -77,10 +91,10 @@ def test_our_cpu_path_sums_in_fp32(tmp_path, monkeypatch):
             assert errors.half_sum > (5 if k >= 128 else 3) * errors.ours
         if inputs == "zero mean":
             assert 0.4 < gemm_accumulation.growth(by_length, "half_sum") < 0.6
-    _shows(gemm_accumulation, findings, tmp_path, monkeypatch)
+    shows(gemm_accumulation, findings)
 
 
-def test_fp32_masters_converge_and_half_masters_stall(tmp_path, monkeypatch):
+def test_fp32_masters_converge_and_half_masters_stall(shows):
     findings = regression.measure(small=True)
     largest = float(regression.problem(torch.float32)[2].abs().max())
     assert 2 < largest < 4  # hence the spacing of halves there, twice their eps
@@ -93,10 +107,10 @@ def test_fp32_masters_converge_and_half_masters_stall(tmp_path, monkeypatch):
         # Stuck where a step, 2 * LR / (1 - MOMENTUM) times the error, is less than half the spacing, and far off.
         assert 2 * regression.LR / (1 - regression.MOMENTUM) * by_hand.master_error[-1] < spacing / 2
         assert by_hand.master_error[-1] > 20 * max(engine.master_error[-100:])
-    _shows(regression, findings, tmp_path, monkeypatch)
+    shows(regression, findings)
 
 
-def test_every_gradient_of_a_run_is_counted_by_its_power_of_two(tmp_path, monkeypatch):
+def test_every_gradient_of_a_run_is_counted_by_its_power_of_two(shows):
     findings = vanishing.measure(small=True)
     steps = len(findings.steps)
     assert sum(int(counts.sum()) for counts in findings.weights.values()) == steps * findings.num_params
@@ -104,25 +118,10 @@ def test_every_gradient_of_a_run_is_counted_by_its_power_of_two(tmp_path, monkey
     for layer, counts in findings.activations.items():
         assert int(counts.sum()) == steps * findings.tokens * (300 if layer == "head" else 64)
     assert findings.losses[-1] < findings.losses[0]
-    _shows(vanishing, findings, tmp_path, monkeypatch)
+    shows(vanishing, findings)
 
 
-def test_octaves_are_those_of_frexp():
-    powers = torch.tensor([-149.0, -127.0, -126.0, -25.0, -24.0, -14.0, 0.0, 16.0])
-    values = torch.cat([torch.exp2(powers.double()).float() * sign for sign in (1.0, -1.0)])
-    values = torch.cat([values, values[2:8] * 1.75, torch.zeros(3), torch.tensor([-0.0])])
-    counts = vanishing.octaves(values)
-    _, exponents = torch.frexp(values[values != 0])
-    for power in range(-126, 128):
-        want = int((exponents - 1 == power).sum()) if power > -126 else int((exponents - 1 <= power).sum())
-        assert counts[vanishing.BIAS + power] == want, power
-    assert counts[0] == 4
-    assert vanishing.zeros(counts) == 4 / len(values)
-    assert vanishing.lost(counts) == int((exponents - 1 < -24).sum()) / len(values)
-    assert vanishing.subnormal(counts) == vanishing.share(counts, -24, -14)
-
-
-def test_every_loss_scale_that_can_train_reaches_the_loss_of_fp32(tmp_path, monkeypatch):
+def test_every_loss_scale_that_can_train_reaches_the_loss_of_fp32(shows):
     findings = overflow.measure(small=True)
     runs = findings.runs
     ended = {name: run for name, run in runs.items() if run.history.valid_loss.values}
@@ -138,21 +137,21 @@ def test_every_loss_scale_that_can_train_reaches_the_loss_of_fp32(tmp_path, monk
     for name, run in runs.items():
         fate = overflow.Fate.LOST if run.on_overflow == "skip" else overflow.Fate.REQUEUED
         assert run.fates == dict.fromkeys(overflow.Fate, 0) | {fate: run.overflowed}, name
-    _shows(overflow, findings, tmp_path, monkeypatch)
+    shows(overflow, findings)
 
 
 @pytest.mark.skipif(not FULL, reason="--full: a study, trained again")
-def test_moments_in_bf16_move_the_loss_less_than_another_seed(tmp_path, monkeypatch):
+def test_moments_in_bf16_move_the_loss_less_than_another_seed(shows):
     findings = bf16_moments.measure(small=True)
     assert len({*map(tuple, findings.losses.values())}) == len(bf16_moments.WAYS)  # no two ways are one
     for way in findings.losses:
         # Of one seed the weights and samples are the same: what is left is rounding.
         assert abs(bf16_moments.difference(findings, way)) < bf16_moments.spread(findings, way) / 20
-    _shows(bf16_moments, findings, tmp_path, monkeypatch)
+    shows(bf16_moments, findings)
 
 
 @pytest.mark.skipif(not FULL, reason="--full: a study, trained again")
-def test_headroom_overflows_in_under_a_fiftieth_of_a_percent_of_20_000_steps(tmp_path, monkeypatch):
+def test_headroom_overflows_in_under_a_fiftieth_of_a_percent_of_20_000_steps(shows):
     findings = loss_scales.measure(small=True)
     for world in ("drift", loss_scales.NOISY):
         outcome = findings.by_rule["headroom"][world]
@@ -163,10 +162,10 @@ def test_headroom_overflows_in_under_a_fiftieth_of_a_percent_of_20_000_steps(tmp
         "headroom": 0, "dynamic": 9, "torch": 1, "MXNet": 2, "deepspeed": 2, "deepspeed, consecutive": 2,
         "megatron": 18,
     }  # fmt: skip
-    _shows(loss_scales, findings, tmp_path, monkeypatch)
+    shows(loss_scales, findings)
 
 
-def test_a_rank_holds_the_formula_and_a_few_counters(tmp_path, monkeypatch):
+def test_a_rank_holds_the_formula_and_a_few_counters(shows):
     findings = memory.measure(small=True)
     assert {ranks for _, ranks in findings} == {1, 2}
     for (title, ranks), (formula, by_rank) in findings.items():
@@ -175,39 +174,33 @@ def test_a_rank_holds_the_formula_and_a_few_counters(tmp_path, monkeypatch):
             assert 0 <= memory.beyond_formula(formula, held) < 1024, (title, ranks)
     (by_hand,) = findings[memory.TEXTBOOK, 1][1]
     assert by_hand.peak >= 20 * by_hand.num_params  # with the FP32 copy of the gradient
-    _shows(memory, findings, tmp_path, monkeypatch)
+    shows(memory, findings)
 
 
-def test_every_optimizer_trains_and_the_page_is_what_the_kept_runs_say(tmp_path, monkeypatch):
+def test_every_optimizer_trains_and_the_page_is_what_the_kept_runs_say(shows):
     small = optimizers.measure(small=True)
     ends = {run.way: curve.losses[-1] for run, curve in small.items()}
     assert [*ends] == [*optimizers.WAYS]
     assert all(curve.losses[-1] < curve.losses[0] for curve in small.values())
     assert ends["Muon"] != ends["Muon, one scale"]
     assert optimizers.text(small).count("small, ") == 2 * len(ends)
-    kept = optimizers.measure()
-    assert f"\n{optimizers.text(kept)}\n\n<!-- end of optimizers -->" in PAGE
-    _shows(optimizers, kept, tmp_path, monkeypatch)
+    _is_on_the_page(optimizers, shows)
 
 
-def test_a_mixture_trains_as_the_dense_model_does_and_the_page_is_what_the_kept_runs_say(tmp_path, monkeypatch):
+def test_a_mixture_trains_as_the_dense_model_does_and_the_page_is_what_the_kept_runs_say(shows):
     small = experts.measure(small=True)
     assert [run.way for run in small] == [*experts.WAYS]
     assert all(curve.losses[-1] < curve.losses[0] for curve in small.values())
     assert [curve.load is None for curve in small.values()] == [False, True]
-    kept = experts.measure()
-    assert f"\n{experts.text(kept)}\n\n<!-- end of experts -->" in PAGE
-    _shows(experts, kept, tmp_path, monkeypatch)
+    _is_on_the_page(experts, shows)
 
 
-def test_each_recipe_of_fp8_trains_and_the_page_is_what_the_kept_runs_say(tmp_path, monkeypatch):
+def test_each_recipe_of_fp8_trains_and_the_page_is_what_the_kept_runs_say(shows):
     small = fp8.measure(small=True)
     assert [run.way for run in small] == [*fp8.WAYS]
     assert all(curve.losses[-1] < curve.losses[0] for curve in small.values())
     assert len({tuple(curve.losses) for curve in small.values()}) == len(fp8.WAYS)
-    kept = fp8.measure()
-    assert f"\n{fp8.text(kept)}\n\n<!-- end of fp8 -->" in PAGE
-    _shows(fp8, kept, tmp_path, monkeypatch)
+    _is_on_the_page(fp8, shows)
 
 
 def test_a_grid_goes_on_until_its_best_lies_inside_then_come_the_seeds():
@@ -223,13 +216,13 @@ def test_a_grid_goes_on_until_its_best_lies_inside_then_come_the_seeds():
     assert trained(32e-3) == sorted([*inside, (16e-3, 1), (32e-3, 1), (64e-3, 1), (32e-3, 2), (32e-3, 3)])
 
 
-def test_passes_are_summed_by_what_a_step_needs(tmp_path, monkeypatch):
+def test_passes_are_summed_by_what_a_step_needs(shows):
     findings = passes.measure(small=True)
     sums = {timing.way: timing for timing in passes.sums(findings.timings)}
     assert [timing.num_bytes for timing in sums.values()] == [64, 60, 30]
     by_hand = [timing for timing in findings.timings if timing.way == passes.BY_HAND]
     assert sums[passes.BY_HAND].seconds[1] == sum(timing.seconds[1] for timing in by_hand)
-    _shows(passes, findings, tmp_path, monkeypatch)
+    shows(passes, findings)
 
 
 def test_every_study_has_a_test_and_a_place_on_the_page():
@@ -250,29 +243,9 @@ def _numbers(text):
     return re.findall(r"\d+(?:[.,]\d+)*", text)
 
 
-def test_an_unknown_study_is_one_message(monkeypatch):
-    monkeypatch.setattr(run_all.subprocess, "run", lambda *_, **__: pytest.fail("something was run"))
-    with pytest.raises(SystemExit) as ended:
-        run_all.main(["overflow", "WRONG"])
-    assert str(ended.value).startswith("run_all.py: there is no study WRONG; write some of ")
-
-
 def test_a_study_runs_from_its_command():
     printed = subprocess.run(
         [sys.executable, "docs/studies/bf16_rounding.py", "--small"],
         cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, text=True, check=True,
     ).stdout  # fmt: skip
     assert printed == bf16_rounding.text(bf16_rounding.measure(small=True)) + "\n"
-
-
-def test_what_a_study_prints_goes_to_its_place():
-    page = "a\n<!-- one -->\nold\n<!-- end of one -->\nb\n<!-- two -->\n<!-- end of two -->\n"
-    assert run_all.put(page, "one", "new\n") == page.replace("\nold\n", "\n\nnew\n\n")
-    with pytest.raises(ValueError, match="no place for three"):
-        run_all.put(page, "three", "new")
-
-
-def test_without_matplotlib_the_hint_says_what_to_install(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    study.save_figure("gemm_accumulation", lambda figure: pytest.fail("nothing to draw on"))
-    assert "pip install -e '.[plot]'" in capsys.readouterr().err
