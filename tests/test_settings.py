@@ -9,12 +9,11 @@ import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from itertools import chain
-from typing import Annotated, Any, get_args
+from typing import Annotated, get_args
 
 import numpy as np
 import pytest
 import torch
-from pydantic import ValidationError
 from torch import nn
 
 from megamix import (
@@ -43,8 +42,7 @@ from megamix.plugins import LOSS_SCALES, OPTIMIZERS, texts
 from megamix.settings import limits
 from megamix.settings.limits import PowerOfTwo, Share, check
 
-Keys = dict[str, Any]
-_MISSING = object()
+DTYPE = "a job names the format, a program gives torch's dtype; the default is the same"
 # Callables that take settings in a program, by the table that has these in a job.
 LIBRARY = {
     "optimizer": (Optimizer, ShardedEngine),
@@ -63,107 +61,64 @@ LIBRARY = {
     "parallelism": (Sharding,),
     "checkpoint": (Checkpoints,),
 }
-OBJECT = "an object of the program's, which a job builds from its other tables"
-BY_TABLE = "a job has a table instead"
-DTYPE = "a job names the format, a program gives torch's dtype; the default is the same"
-LIMIT = "a limit that is not there: in TOML a key that is left out, in a program a number"
-OF_A_RUN = "only a run has it: a program has a loop of its own"
-FLOOR = "a program may write 0 for no floor, and FP32's largest power of two for no ceiling"
-BY_POSITION = "one of a few among arguments that a program gives by position: inherited ones would come first"
-FUNCTION = "an argument of a function or of a class with work to do, which declares no settings"
-# Settings that both sides declare, with the same default, and why.
+# Settings that both sides declare, with the same default, by the reason.
 TWICE = {
-    "optimizer.lr": "a program may give one per update, a job the peak of its schedule",
-    "optimizer.groups": "a program gives a tuple of objects, a job a list of tables",
-    "optimizer.groups.pattern": "a job's may not be empty, and its message needs an example",
-    "optimizer.muon.matrix": "a program gives any sequence",
-    "optimizer.muon.adamw": "a program gives any sequence",
-    "lr_schedule.warmup_steps": FUNCTION,
-    "lr_schedule.decay_steps": FUNCTION,
-    "precision.reduce_dtype": BY_POSITION,
-    "precision.loss_scale.dynamic.min_scale": FLOOR,
-    "precision.loss_scale.dynamic.max_scale": FLOOR,
-    "precision.loss_scale.headroom.min_scale": FLOOR,
-    "precision.loss_scale.headroom.max_scale": FLOOR,
-    "precision.loss_scale.megatron.min_scale": FLOOR,
-    "precision.loss_scale.deepspeed.min_scale": FLOOR,
-    "precision.loss_scale.torch.init_scale": "its class derives from one with another default, and takes the job's",
-    **{f"parallelism.{key}": BY_POSITION for key in ("shard", "accumulate", "bucket_size", "overlap")},
-    "checkpoint.folder": FUNCTION,
-    "checkpoint.keep": FUNCTION,
+    "a program may give one per update, a job the peak of its schedule": "optimizer.lr",
+    "a program gives a tuple of objects, a job a list of tables": "optimizer.groups",
+    "a job's may not be empty, and its message needs an example": "optimizer.groups.pattern",
+    "a program gives any sequence": "optimizer.muon.matrix optimizer.muon.adamw",
+    "an argument of a function or of a class with work to do, which declares no settings": (
+        "lr_schedule.warmup_steps lr_schedule.decay_steps checkpoint.folder checkpoint.keep"
+    ),
+    "one of a few arguments that a program gives by position: inherited ones would come first": (
+        "precision.reduce_dtype parallelism.shard parallelism.accumulate parallelism.bucket_size parallelism.overlap"
+    ),
+    "a program may write 0 for no floor, and FP32's largest power of two for no ceiling": (
+        "precision.loss_scale.dynamic.min_scale precision.loss_scale.dynamic.max_scale "
+        "precision.loss_scale.headroom.min_scale precision.loss_scale.headroom.max_scale "
+        "precision.loss_scale.megatron.min_scale precision.loss_scale.deepspeed.min_scale"
+    ),
+    "its class derives from one with another default, and takes the job's": "precision.loss_scale.torch.init_scale",
 }
-# Settings of one side alone, or with another default, and why.
+# Settings of one side alone, or with another default, by the reason.
 DIFFERS = {
-    "optimizer.name": "the class says it in a program",
-    "optimizer.min_lr": "a job's schedule ends there; an argument of the schedules",
-    "optimizer.weight_decay": "0.1 in a job, whichever optimizer; in a program each optimizer has its own",
-    "optimizer.clip_grad": "1 in a job, as models are pretrained; an engine that nobody asked clips nothing",
-    "optimizer.compile": "the engine's compile_update, for it compiles nothing else",
-    "optimizer.compile_update": "a job's optimizer.compile",
-    "optimizer.model": OBJECT,
-    "optimizer.optimizer": OBJECT,
-    "optimizer.precision": OBJECT,
-    "optimizer.sharding": OBJECT,
-    "optimizer.fill": OBJECT,
-    "optimizer.grad_accum_steps": "a job's batch sizes and ranks say it",
-    "optimizer.adamw.state_dtype": DTYPE,
-    "optimizer.nag.state_dtype": DTYPE,
-    "optimizer.muon.state_dtype": DTYPE,
-    "optimizer.muon.ns_dtype": DTYPE,
-    "optimizer.muon.tables": "a job's model family says it",
-    "optimizer.muon.fused": "a job's model family says it",
-    "lr_schedule.lr": "a job's optimizer.lr",
-    "lr_schedule.min_lr": "a job's optimizer.min_lr",
-    "lr_schedule.steps": "a job's training.steps",
-    "lr_schedule.warmup_tokens": OF_A_RUN,
-    "lr_schedule.decay_tokens": OF_A_RUN,
-    "lr_schedule.done": "a job's training.tokens and its batches say it",
-    "lr_schedule.decay_style": "a program calls the function of that name",
-    "precision.dtype": DTYPE,
-    "precision.grad_dtype": "a job says half for what dtype is; a program leaves it out, or gives torch's dtype",
-    "precision.loss_scale": BY_TABLE,
-    "precision.on_overflow": OF_A_RUN,
-    "precision.max_retries": OF_A_RUN,
-    "precision.max_overflows_in_a_row": OF_A_RUN,
-    "precision.max_overflows_at_floor": OF_A_RUN,
-    "precision.max_overflows_per_window": OF_A_RUN,
-    "precision.loss_scale.torch.min_scale": LIMIT,
-    "precision.loss_scale.torch.max_scale": LIMIT,
-    "precision.loss_scale.megatron.max_scale": LIMIT,
-    "precision.loss_scale.deepspeed.max_scale": LIMIT,
-    "precision.loss_scale.headroom.window": "no job has needed another one",
-    "precision.loss_scale.static.init_scale": "a job names it; 1 in a program, which is no scale",
-    **{f"parallelism.{key}": OBJECT for key in ("units", "topology", "placements", "collectives")},
-    **{
-        f"parallelism.{key}": "an argument of Topology.connect, or of a pipeline, in a program"
-        for key in (
-            "dp_size",
-            "replicas",
-            "cp_size",
-            "cp_method",
-            "tp_size",
-            "ep_size",
-            "ep_method",
-            "pp_size",
-            "pp_schedule",
-            "pp_stages_per_rank",
-            "sequence_parallel",
-        )
-    },
-    "parallelism.timeout_s": "of the whole run in a job; an argument of start_ranks and of Checkpoints in a program",
-    "checkpoint.engine": OBJECT,
-    "checkpoint.timeout_s": "a job's parallelism.timeout_s",
-    "checkpoint.frozen": "a job saves all that it trains",
-    "checkpoint.save_interval": OF_A_RUN,
-    "checkpoint.keep_every": OF_A_RUN,
-    "checkpoint.copy_to": OF_A_RUN,
-    "checkpoint.copy_keep": OF_A_RUN,
-    "checkpoint.copy_command": OF_A_RUN,
-    "checkpoint.async_save": OF_A_RUN,
-    "checkpoint.on_save_failure": OF_A_RUN,
-    "checkpoint.resume": OF_A_RUN,
-    "checkpoint.max_restarts": OF_A_RUN,
-    "checkpoint.replica_check_interval": OF_A_RUN,
+    "an object of the program's, which a job builds from its other tables": (
+        "optimizer.model optimizer.optimizer optimizer.precision optimizer.sharding optimizer.fill checkpoint.engine "
+        "parallelism.units parallelism.topology parallelism.placements parallelism.collectives"
+    ),
+    "a job has a table instead": "precision.loss_scale",
+    DTYPE: (
+        "optimizer.adamw.state_dtype optimizer.nag.state_dtype optimizer.muon.state_dtype optimizer.muon.ns_dtype "
+        "precision.dtype"
+    ),
+    "a job says half for what dtype is; a program leaves it out, or gives torch's dtype": "precision.grad_dtype",
+    "a limit that is not there: in TOML a key that is left out, in a program a number": (
+        "precision.loss_scale.torch.min_scale precision.loss_scale.torch.max_scale "
+        "precision.loss_scale.megatron.max_scale precision.loss_scale.deepspeed.max_scale"
+    ),
+    "only a run has it: a program has a loop of its own": (
+        "lr_schedule.warmup_tokens lr_schedule.decay_tokens precision.on_overflow precision.max_retries "
+        "precision.max_overflows_in_a_row precision.max_overflows_at_floor precision.max_overflows_per_window "
+        "checkpoint.save_interval checkpoint.keep_every checkpoint.copy_to checkpoint.copy_keep "
+        "checkpoint.copy_command checkpoint.async_save checkpoint.on_save_failure checkpoint.resume "
+        "checkpoint.max_restarts checkpoint.replica_check_interval"
+    ),
+    "an argument of Topology.connect, of a pipeline or of start_ranks in a program": (
+        "parallelism.dp_size parallelism.replicas parallelism.cp_size parallelism.cp_method parallelism.tp_size "
+        "parallelism.ep_size parallelism.ep_method parallelism.pp_size parallelism.pp_schedule "
+        "parallelism.pp_stages_per_rank parallelism.sequence_parallel parallelism.timeout_s"
+    ),
+    "the class, or the function, says it in a program": "optimizer.name lr_schedule.decay_style",
+    "0.1 in a job, whichever optimizer; in a program each optimizer has its own": "optimizer.weight_decay",
+    "1 in a job, as models are pretrained; an engine that nobody asked clips nothing": "optimizer.clip_grad",
+    "the engine's is compile_update, for it compiles nothing else": "optimizer.compile optimizer.compile_update",
+    "other keys of a job, or its model's family, say it": (
+        "optimizer.min_lr optimizer.grad_accum_steps optimizer.muon.tables optimizer.muon.fused lr_schedule.lr "
+        "lr_schedule.min_lr lr_schedule.steps lr_schedule.done checkpoint.timeout_s"
+    ),
+    "no job has needed another one": "precision.loss_scale.headroom.window",
+    "a job names it; 1 in a program, which is no scale": "precision.loss_scale.static.init_scale",
+    "a job saves all that it trains": "checkpoint.frozen",
 }
 # Tables that no class of the library has.
 OF_JOBS = {"model", "data", "training", "metrics", "profiling", "precision.loss_scale.off"}
@@ -223,9 +178,9 @@ def test_every_setting_is_declared_once_or_in_a_table_with_the_reason():
     for name in LIBRARY:
         ours, theirs = of_library(name), of_job(name, tables[name])
         for key in ours.keys() | theirs.keys():
-            (alike if key in theirs and ours.get(key, _MISSING) == theirs[key] else differ).add(f"{name}.{key}")
-    assert sorted(differ) == sorted(DIFFERS)
-    assert sorted(alike - ONCE.keys()) == sorted(TWICE)
+            (alike if key in theirs and ours.get(key, ...) == theirs[key] else differ).add(f"{name}.{key}")
+    assert sorted(differ) == sorted(" ".join(DIFFERS.values()).split())
+    assert sorted(alike - ONCE.keys()) == sorted(" ".join(TWICE.values()).split())
     assert ONCE.keys() <= alike
     assert len(ONCE) >= 30
 
@@ -235,7 +190,7 @@ VALUES = (
     -1, 0, 1, 2, 5, 100, 101, True, False, None, "", "1e-3", "gradient", "velocity", "original", "match_rms_adamw", (),
     -1.0, 0.0, 1e-50, 2.0**-127, 2.0**-126, 0.3, 0.5, 0.999, 1.0, 1.5, 2.0, 4.0, 2.0**126, 2.0**127, math.inf, math.nan,
     (0.9,), (0.9, 0.95), (0.9, 1.0), (0.9, -0.1), (0.9, "0.95"), (0.9, True), "ab", [0.0, 0.5], (1, 0.5),
-    (1.0, 2.0, 3.0), (1.0, 2.0, math.nan), (1, 2, 3), (1.0, 2.0, 3.0, 4.0), 10**9, 10**9 + 1, 2**31, 10**400,
+    (1.0, 2.0, 3.0), (1.0, 2.0, math.nan), (1, 2, 3), (1.0, 2.0, 3.0, 4.0), 10**9, 10**9 + 1, 2**31,
     ((1.0, 2.0, 3.0), (1, 2, 3)), ((1.0, 2.0),), ((1.0, 2.0, math.inf),),
 )  # fmt: skip
 # Settings that a program gives beside one: what it must give, and a range for any first scale.
@@ -249,18 +204,14 @@ OTHERS = {
 }
 
 
-def taken_by_program(name, kind, setting):
-    with suppress(TypeError, ValueError):
-        kind(**OTHERS[name] | setting)
-        return True
-    return False
-
-
-def taken_by_job(section, setting):
-    with suppress(ValidationError):
-        section.model_validate({"pattern": "*", **setting} if "pattern" in section.model_fields else setting)
-        return True
-    return False
+def taken(build, key):
+    """Return the values that a setting may have."""
+    found = []
+    for value in VALUES:
+        with suppress(TypeError, ValueError):  # pydantic's, too
+            build({key: value})
+            found.append(value)
+    return found
 
 
 BY_UPDATE = ("momentum", "weight_decay")  # a program may give a number for each update
@@ -269,39 +220,29 @@ BY_UPDATE = ("momentum", "weight_decay")  # a program may give a number for each
 @pytest.mark.parametrize("setting", ONCE)
 def test_a_program_and_a_job_take_the_same_values(setting):
     name, _, key = setting.rpartition(".")
-    ((kind,), section) = LIBRARY[name], job_tables()[name]
-    taken = [value for value in VALUES if taken_by_program(name, kind, {key: value})]
-    by_job = [value for value in VALUES if taken_by_job(section, {key: value})]
+    (kind,), section = LIBRARY[name], job_tables()[name]
+    pattern = {"pattern": "*"} if "pattern" in section.model_fields else {}
+    by_program = taken(lambda setting: kind(**OTHERS[name] | setting), key)
+    by_job = taken(lambda setting: section.model_validate(pattern | setting), key)
     if key in BY_UPDATE:
-        assert [0.9] in [[*value] for value in taken if isinstance(value, tuple)] or key == "weight_decay"
-        taken = [value for value in taken if not isinstance(value, tuple | list)]
-    assert by_job == taken
-    assert 0 < len(taken) < len(VALUES)
+        assert [0.9] in [[*value] for value in by_program if isinstance(value, tuple)] or key == "weight_decay"
+        by_program = [value for value in by_program if not isinstance(value, tuple | list)]
+    assert by_job == by_program
+    assert 0 < len(by_job) < len(VALUES)
 
 
-CHOSEN_OR_SEVERAL = (
-    "betas",
-    "ns_coefficients",
-    "ns_table",
-    "momentum_form",
-    "adjust_lr",
-)  # the others are a number, or a truth
+CHOSEN_OR_SEVERAL = ("betas", "ns_coefficients", "ns_table", "momentum_form", "adjust_lr")  # others: number or truth
 
 
 @pytest.mark.parametrize("setting", ONCE)
-def test_a_refusal_names_the_setting_the_value_and_what_to_do(setting):
+def test_a_setting_has_a_text_and_its_refusal_names_it_the_value_and_what_to_do(setting):
     name, _, key = setting.rpartition(".")
+    assert len(texts(job_tables()[name])[key]) > 10
     with pytest.raises(
         ValueError if key in CHOSEN_OR_SEVERAL else TypeError,
         match=rf"^{key} of .* must be .*, got '1e-3'; leave it out",
     ):
         LIBRARY[name][0](**OTHERS[name] | {key: "1e-3"})
-
-
-@pytest.mark.parametrize("setting", ONCE)
-def test_the_text_under_a_setting_is_a_job_s(setting):
-    name, _, key = setting.rpartition(".")
-    assert len(texts(job_tables()[name])[key]) > 10
 
 
 @pytest.mark.parametrize("wrong", [{"betas": (0.9, 1.0)}, {"weight_decay": math.nan}, {"eps": 0.0}])
@@ -314,48 +255,38 @@ def test_a_class_that_declares_a_setting_anew_keeps_its_limits(wrong):
         own(lr=1.0, **wrong)
 
 
-def test_a_class_may_take_values_of_more_than_one_kind_and_functions():
-    def every_time(): ...
-
-    settings = {
-        float | str | None: "auto", int | float | None: 0.5, Callable[[], None]: every_time,
-        Callable[[], None] | None: every_time, Mapping[int, None]: (), None | float: None,
-    }  # fmt: skip
-    kinds = [(f"setting_{number}", kind, value) for number, (kind, value) in enumerate(settings.items())]
-    check(dataclasses.make_dataclass("Own", kinds)())
-    with pytest.raises(TypeError, match="setting_5 of Own must be a number, got 'x'; leave it out"):
-        check(dataclasses.make_dataclass("Own", kinds)(setting_5="x"))
+def test_types_that_are_no_single_known_kind_are_not_looked_at():
+    kinds = [
+        float | str | None, int | float | None, Callable[[], None], Callable[[], None] | None, Mapping[int, None],
+        Annotated[tuple[float, float], "two"], "Half", None | float, Annotated[float, "in metres"],
+    ]  # fmt: skip
+    own = dataclasses.make_dataclass("Own", [(f"setting_{number}", kind) for number, kind in enumerate(kinds)])
+    fine = ["auto", 0.5, print, print, (), None, None, None, 1e9]
+    check(own(*fine))
+    for number in (7, 8):
+        with pytest.raises(TypeError, match=f"setting_{number} of Own must be a number, got 'x'$"):
+            check(own(*fine[:number], "x", *fine[number + 1 :]))
 
 
 def engine_of(**settings):
-    return ShardedEngine(nn.Linear(2, 2), AdamW(lr=1.0), **settings)
+    return ShardedEngine(nn.Linear(2, 2), AdamW(lr=1.0), compile_update=False, **settings)
 
 
 # Wrong in a program alone: a job's file holds no such value, or its section says more.
 WRONG_IN_PROGRAMS = [
-    (lambda: AdamW(lr=True), "lr of AdamW must be a number, or a sequence .*, got True"),
     (lambda: AdamW(lr="111"), "lr of AdamW must be a number, or a sequence .*, got '111'"),
-    (lambda: AdamW(lr=10**400), "lr of AdamW must be finite"),
     (lambda: AdamW(lr=[1.0, float("nan"), 2.0]), r"lr of AdamW must be finite, got \[1.0, nan, 2.0\]"),
     (lambda: AdamW(lr=[1.0, -1.0, 2.0]), "lr of AdamW must be at least 0"),
     (lambda: AdamW(lr=iter([1.0, 2.0])), "lr of AdamW must be a number"),
-    (lambda: AdamW(lr={1.0, 2.0}), "lr of AdamW must be a number"),
-    (lambda: AdamW(lr={0: 1.0}), "lr of AdamW must be a number"),
     (lambda: NAG(lr=1.0, momentum=[0.9, 1.0]), r"momentum of NAG must be less than 1, got \[0.9, 1.0\]; leave it out"),
     (lambda: NAG(lr=1.0, momentum=[]), "momentum of NAG must have at least one number"),
-    (lambda: NAG(lr=1.0, momentum={0.5, 0.6}), "momentum of NAG must be a number"),
     (lambda: NAG(lr=1.0, groups=(ParamGroup(pattern="x", eps=1.0),)), "eps of group 'x' is 1.0, but NAG takes no eps"),
-    (lambda: AdamW(lr=1.0, groups=iter([ParamGroup(pattern="*")])), r"groups takes a tuple .*; write groups=\(Param"),
     (lambda: AdamW(lr=1.0, groups=ParamGroup(pattern="*")), r"groups takes a tuple .*; write groups=\(ParamGroup"),
     (lambda: ParamGroup(pattern=["*.bias"]), r"pattern of group .* must be text, got \['\*.bias'\]"),
     (lambda: Sharding(units=iter([])), r"units takes a sequence of submodules, .*; write \[\*model.blocks\]"),
     (lambda: StaticLossScale(True), "init_scale of StaticLossScale must be a number, got True"),
-    (lambda: StaticLossScale("1024"), "init_scale of StaticLossScale must be a number, got '1024'"),
     (lambda: StaticLossScale(2.0**200), r"init_scale must be a power of two .*; use 1.70141e\+38"),
-    (lambda: DynamicLossScale(max_scale=10**400), "max_scale must be a power of two"),
     (lambda: engine_of(grad_accum_steps=2.5), "grad_accum_steps must be a whole number, got 2.5; leave it out for 1"),
-    (lambda: engine_of(grad_accum_steps=True), "grad_accum_steps must be a whole number, got True"),
-    (lambda: engine_of(grad_accum_steps="2"), "grad_accum_steps must be a whole number, got '2'"),
     (lambda: engine_of(clip_grad=True), "clip_grad must be a number, got True; 0 turns clipping off"),
 ]
 
@@ -419,15 +350,7 @@ def test_a_type_shows_all_of_its_limits():
     ]  # fmt: skip
 
 
-def test_annotations_of_others_are_not_looked_at():
-    kinds = {"size": Annotated[float, "in metres"], "pair": Annotated[tuple[float, float], "two"], "half": "Half"}
-    own = dataclasses.make_dataclass("Own", kinds.items())
-    check(own(1e9, None, None))
-    with pytest.raises(TypeError, match="size of Own must be a number, got 'x'$"):
-        check(own("x", None, None))
-
-
-@pytest.mark.parametrize("key", [key for key, reason in DIFFERS.items() if reason == DTYPE])
+@pytest.mark.parametrize("key", DIFFERS[DTYPE].split())
 def test_a_format_has_the_same_default_under_both_spellings(key):
     name, _, setting = key.rpartition(".")
     assert DTYPES[job_tables()[name].model_fields[setting].default] == of_library(name)[setting]

@@ -19,6 +19,7 @@ from megamix.config import (
     RopeScaling,
     TransformersConfig,
     config_schema,
+    other_trainers,
 )
 from megamix.config.choices import section_at
 from megamix.config.loss_scales import LossScaleConfig
@@ -32,6 +33,7 @@ from megamix.report.metrics import TAGS
 from tests.config import names
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
+TEXT = PAGE.read_text(encoding="utf-8")
 TABLES = {
     **{f"[{name}]": section_at(Config, [name], {}) for name in SECTIONS},
     **{f"[optimizer.{name}]": section for name, section in OPTIMIZERS.sections.items()},
@@ -56,8 +58,7 @@ TABLES = {
 
 def rows(heading, cell=3):
     """Key -> default, as the page's table under a heading has them; `cell` 2: the type."""
-    text = PAGE.read_text(encoding="utf-8")
-    section = re.search(rf"^##+ {re.escape(heading)}$(.*?)(?=^##|\Z)", text, re.MULTILINE | re.DOTALL)
+    section = re.search(rf"^##+ {re.escape(heading)}$(.*?)(?=^##|\Z)", TEXT, re.MULTILINE | re.DOTALL)
     assert section, f"no heading {heading}"
     found = re.findall(r"^\| `(\w+)` \| ([^|]+) \| ([^|]+) \| [^|]+ \|$", section[1], re.MULTILINE)
     return {key: cells[cell - 2] for key, *cells in found}
@@ -72,19 +73,40 @@ def says(cell, field):
     return (tuple(value) if isinstance(value, list) else value) == field.default
 
 
-def test_the_table_of_other_libraries_names_keys_that_are_there():
-    text = PAGE.read_text(encoding="utf-8")
-    section = text.split("## From Megatron-LM, DeepSpeed and torchtitan\n")[1].partition("\n## ")[0]
-    ours = re.findall(r"\| ([^|]+) \|$", section, re.MULTILINE)
-    named = re.findall(r"`(\w+[\w.]*\.\w+)`", " ".join(ours))
-    assert len(named) >= 30
-    there = {f"{heading.strip('[]')}.{key}" for heading, table in TABLES.items() for key in table.model_fields}
-    assert [key for key in named if key not in there] == []
+def is_key(name):
+    """Return whether a configuration may have this key."""
+    *table, last = name.split(".")
+    if table == ["precision", "loss_scale"]:
+        return any(last in section.model_fields for section in LOSS_SCALES.sections.values())
+    section = section_at(Config, table, {})
+    return section is not None and last in section.model_fields
 
 
-def test_the_page_has_every_name_of_other_trainers():
-    page = PAGE.read_text(encoding="utf-8")
-    assert page == names.with_table(page), "write it with python -m tests.config.names"
+KEY_HERE = re.compile(rf"\b(?:{'|'.join(SECTIONS)})(?:\.[a-z_]+)+")
+
+
+def test_a_hint_names_keys_that_exist():
+    for name in {**other_trainers.names()["here"], **other_trainers.names()["instead"]}:
+        told = other_trainers.called_here(f"--{name.replace('_', '-')}")
+        assert not any(is_key(f"{section}.{name}") for section in SECTIONS), name  # its own place says more
+        assert [key for key in KEY_HERE.findall(told) if not is_key(key)] == [], name
+
+
+def test_the_page_s_table_of_other_trainers_names_our_keys_as_the_hints_do():
+    assert names.with_table(TEXT) == TEXT, "write it with python -m tests.config.names"
+    table = TEXT.partition("| what | Megatron-LM |")[2].partition("\n\n")[0]
+    rows = [line.strip(" |").split(" | ") for line in table.splitlines()[2:]]
+    assert len(rows) > 30
+    no_hint = {key for section in SECTIONS for key in section_at(Config, [section], {}).model_fields}
+    no_hint |= {"betas", "mode", "folder", "max_norm", "stage", "enabled"}
+    for _, *theirs, here in rows:
+        ours = set(KEY_HERE.findall(here))
+        assert [key for key in re.findall(r"`(\w+[\w.]*\.\w+)`", here) if not is_key(key)] == []
+        for name in re.findall(r"`([\w.-]+)`", " ".join(theirs)):
+            name = name.rpartition(".")[2].lstrip("-").replace("-", "_")
+            if name not in no_hint:
+                told = other_trainers.called_here(name)
+                assert "none" in here or "derived" in here or ours & set(KEY_HERE.findall(told)), name
 
 
 @pytest.mark.parametrize("page", ["symptoms.md", "how_to.md"])
@@ -93,9 +115,8 @@ def test_a_guide_names_keys_and_metrics_that_are_there(page):
     keys = re.findall(rf"`((?:{'|'.join(SECTIONS)})\.(?!jsonl)[\w.]+)\b", text)
     tags = re.findall(rf"`((?:{'|'.join({tag.partition('/')[0] for tag in TAGS.values()})})/\w+)`", text)
     assert len(keys) >= 10
-    there = {f"{heading.strip('[]')}.{key}" for heading, table in TABLES.items() for key in table.model_fields}
-    rules = {f"precision.loss_scale.{key}" for section in LOSS_SCALES.sections.values() for key in section.model_fields}
-    assert [name for name in (*keys, *tags) if name not in there | rules | {*TAGS.values()}] == []
+    assert [name for name in keys if not is_key(name)] == []
+    assert {*tags} <= {*TAGS.values()}
 
 
 @pytest.mark.parametrize("heading", TABLES)
@@ -107,8 +128,7 @@ def test_page_names_every_key_with_its_default(heading):
 
 
 def test_page_names_every_key_of_every_loss_scale_rule_with_its_default():
-    text = PAGE.read_text(encoding="utf-8")
-    lines = text[text.index("| key | dynamic |") :].partition("\n\n")[0].splitlines()
+    lines = TEXT[TEXT.index("| key | dynamic |") :].partition("\n\n")[0].splitlines()
     head, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
     table = {key.strip("`"): dict(zip(head[1:-1], cells, strict=False)) for key, *cells in rows}
     for rule, section in LOSS_SCALES.sections.items():
@@ -123,7 +143,7 @@ def test_page_names_every_key_of_every_loss_scale_rule_with_its_default():
 def test_example_of_mistakes_on_the_page_is_real(capsys, monkeypatch):
     monkeypatch.chdir(PAGE.parents[1])
     pattern = r"^\$ megamix (config .*)\n(megamix .*\n(?:  .+\n)+)```"
-    examples = re.findall(pattern, PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    examples = re.findall(pattern, TEXT, re.MULTILINE)
     assert examples
     for command, said in examples:
         assert main(command.split()) == 2
@@ -131,7 +151,7 @@ def test_example_of_mistakes_on_the_page_is_real(capsys, monkeypatch):
 
 
 def test_page_lists_the_keys_that_are_not_always_read_and_what_is_said_of_a_dropped_one(capsys, monkeypatch):
-    section = PAGE.read_text(encoding="utf-8").partition("## Keys that are not read\n")[2].partition("\n## ")[0]
+    section = TEXT.partition("## Keys that are not read\n")[2].partition("\n## ")[0]
     cells = re.findall(r"^\| (`[^|]+) \|", section, re.MULTILINE)
     table = [key for cell in cells for key in re.findall(r"`([\w.]+)`", cell)]
     assert sorted(table) == sorted(READ_WHERE)
@@ -163,7 +183,7 @@ def test_page_names_every_choice_of_a_key():
     assert [which for which, there in named.items() if not there] == []
 
 
-def test_schema_describes_every_key():
+def test_schema_describes_every_key_and_lets_a_file_leave_keys_to_its_base():
     schema = json.loads(json.dumps(config_schema()))
     assert set(schema["properties"]) == {"base", "plugins", *SECTIONS}
     tables = list(tables_in(schema))
@@ -174,9 +194,5 @@ def test_schema_describes_every_key():
         assert table["additionalProperties"] is False
         for key, entry in table["properties"].items():
             assert "description" in entry or "$ref" in entry or table is schema, f"{table['title']}.{key}"
-
-
-def test_schema_lets_a_file_leave_keys_to_its_base():
-    schema = config_schema()
-    required = {table["title"] for table in tables_in(schema) if "required" in table}
+    required = {table["title"] for table in tables if "required" in table}
     assert required == {"DataStage", "OptimizerGroup", "RopeScaling"}

@@ -6,19 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from megamix import (
-    NAG,
-    AdamW,
-    DeepSpeedLossScale,
-    DynamicLossScale,
-    HeadroomLossScale,
-    MegatronLossScale,
-    Muon,
-    ParamGroup,
-    StaticLossScale,
-    TorchLossScale,
-    schedules,
-)
+from megamix import NAG, AdamW, Muon, ParamGroup, schedules
 from megamix.builders.objects import build_engine, build_loss_scale, build_optimizer, lr_table
 from megamix.config import PrecisionConfig
 from megamix.model.layers import Embedding
@@ -28,23 +16,18 @@ from tests.builders import tiny_job
 
 
 @pytest.mark.parametrize(
-    ("section", "kind"),
+    ("section", "rule"),
     [
-        ({"dtype": "fp16"}, DynamicLossScale),
+        ({"dtype": "fp16"}, "dynamic"),
         ({"dtype": "bf16"}, None),
-        ({"dtype": "fp32"}, None),
-        ({"dtype": "bf16", "loss_scale": {"rule": "dynamic"}}, DynamicLossScale),
+        ({"dtype": "bf16", "loss_scale": {"rule": "dynamic"}}, "dynamic"),
         ({"dtype": "bf16", "loss_scale": {"rule": "off"}}, None),
-        ({"dtype": "fp16", "loss_scale": {"rule": "headroom"}}, HeadroomLossScale),
-        ({"dtype": "fp16", "loss_scale": {"rule": "torch"}}, TorchLossScale),
-        ({"dtype": "fp16", "loss_scale": {"rule": "megatron"}}, MegatronLossScale),
-        ({"dtype": "fp16", "loss_scale": {"rule": "deepspeed"}}, DeepSpeedLossScale),
-        ({"dtype": "fp16", "loss_scale": {"rule": "static", "init_scale": 1024.0}}, StaticLossScale),
+        ({"dtype": "fp16", "loss_scale": {"rule": "static", "init_scale": 1024.0}}, "static"),
     ],
 )
-def test_the_loss_scale_of_a_precision_section(section, kind):
+def test_the_loss_scale_of_a_precision_section(section, rule):
     scale = build_loss_scale(PrecisionConfig(**section))
-    assert (None if scale is None else type(scale)) == kind
+    assert scale is None if rule is None else type(scale) is LOSS_SCALES.registered[rule]
 
 
 SETTINGS = {"growth_factor": 4.0, "backoff_factor": 0.25, "growth_interval": 7, "hysteresis": 3}
@@ -61,7 +44,7 @@ def test_every_setting_of_a_loss_scale_arrives(kind):
     assert reads == keys  # headroom's window is no key
     given = {name: SETTINGS[name] for name in keys}
     scale = build_loss_scale(PrecisionConfig(loss_scale={"rule": kind, "init_scale": 2.0**10, **given}))
-    assert float(scale.loss_scale) == 2.0**10
+    assert (type(scale), float(scale.loss_scale)) == (LOSS_SCALES.registered[kind], 2.0**10)
     assert {name: getattr(scale, name) for name in reads} == {name: SETTINGS[name] for name in reads}
 
 
@@ -74,35 +57,29 @@ def test_a_loss_scale_without_settings_is_as_the_engine_s_own(kind):
 
 
 def test_every_setting_of_the_optimizers_arrives(tmp_path):
-    groups = [{"pattern": "*.bias", "lr_factor": 2.0, "weight_decay": 0.5}]
-    keys = {"weight_decay": 0.2, "groups": groups}
-    group = (ParamGroup(pattern="*.bias", lr_factor=2.0, weight_decay=0.5),)
-    lrs = lr_table(tiny_job(tmp_path))
+    group = {"pattern": "*.bias", "lr_factor": 2.0, "weight_decay": 0.5}
+    own = {"pattern": "*.bias", "momentum": 0.5}
 
-    def built(**table):
-        config = tiny_job(tmp_path, optimizer=keys | table)
-        return build_optimizer(config)
+    def built(group, **table):
+        return build_optimizer(tiny_job(tmp_path, optimizer={"weight_decay": 0.2, "groups": [group]} | table))
 
-    assert built(adamw={"betas": [0.8, 0.9], "eps": 1e-6}) == AdamW(
-        lr=lrs, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.2, groups=group
-    )
+    def wanted(kind, group, **settings):
+        lr = lr_table(tiny_job(tmp_path))
+        return kind(lr=lr, weight_decay=0.2, groups=(ParamGroup(**group),), **settings)
+
+    adamw = {"betas": (0.8, 0.9), "eps": 1e-6}
+    assert built(group, adamw=adamw) == wanted(AdamW, group, **adamw)
     forms = {"momentum": 0.7, "momentum_form": "velocity", "decoupled_weight_decay": True}
-    assert built(name="nag", nag=forms) == NAG(
-        lr=lrs, momentum=0.7, weight_decay=0.2, groups=group, momentum_form="velocity", decoupled_weight_decay=True
+    for settings, groups in ((forms, group), ({"nesterov": False}, own)):
+        assert built(groups, name="nag", nag=settings) == wanted(NAG, groups, **settings)
+    muon = adamw | {
+        "momentum": 0.9, "nesterov": False, "ns_steps": 6, "ns_coefficients": (3.0, -3.2, 1.2), "adjust_lr": "original",
+        "adamw_lr_factor": 0.5, "matrix": ("a",), "adamw": ("b",),
+    }  # fmt: skip
+    dtypes = {"ns_dtype": torch.float32, "state_dtype": torch.bfloat16}
+    assert built(group, name="muon", muon=muon | {"ns_dtype": "fp32", "state_dtype": "bf16"}) == wanted(
+        Muon, group, tables=Transformer.tables, **muon, **dtypes
     )
-    classical = {"nesterov": False}
-    own = [{"pattern": "*.bias", "momentum": 0.5}]
-    assert built(name="nag", nag=classical, groups=own) == NAG(
-        lr=lrs, weight_decay=0.2, groups=(ParamGroup(pattern="*.bias", momentum=0.5),), **classical
-    )
-    numbers = {"momentum": 0.9, "nesterov": False, "ns_steps": 6, "ns_coefficients": (3.0, -3.2, 1.2)}
-    others = {"adjust_lr": "original", "adamw_lr_factor": 0.5, "matrix": ("a",), "adamw": ("b",)}
-    moments = {"betas": (0.8, 0.9), "eps": 1e-6}
-    dtypes = {"ns_dtype": "fp32", "state_dtype": "bf16"}
-    assert built(name="muon", muon=numbers | others | moments | dtypes) == Muon(
-        lr=lrs, weight_decay=0.2, groups=group, ns_dtype=torch.float32, state_dtype=torch.bfloat16,
-        tables=Transformer.tables, **numbers, **others, **moments,
-    )  # fmt: skip
 
 
 def test_schedules_of_a_job_are_a_programs(tmp_path):
