@@ -1,16 +1,18 @@
 """Under real torchrun, with one launcher or two as on two nodes: a signal to launchers or ranks ends the run cleanly,
-and the same command again continues it to a bitwise equal end; no rank outlives a killed launcher or rank.
+and no rank outlives a killed launcher or rank. A run continues under nohup.
 """
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import time
+from collections import namedtuple
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 
@@ -19,25 +21,15 @@ from megamix.checkpoint.manifest import read_manifest
 from megamix.config import config_to_toml
 from megamix.supervise.processes import children_of, process_start
 from megamix.tools.ranks import DEADLINE_S
-from tests.builders import run_on_ranks, tiny_job
+from tests.builders import tiny_job
 from tests.conftest import FULL
 from tests.programs import with_settings
-from tests.train.fresh_ranks import FreshRanks
-from tests.train.outcome import differences, end_of
 
 ROOT = Path(__file__).resolve().parents[2]
 
 SCRIPT = ["launch/pretrain.sh"]
-LAUNCH = [
-    sys.executable,
-    "-m",
-    "megamix.supervise.launch",
-    "--standalone",
-    "--nproc-per-node=2",
-    "-m",
-    "megamix",
-    "train",
-]
+LAUNCH = [sys.executable, "-m", "megamix.supervise.launch", "--standalone", "--nproc-per-node=2"]
+LAUNCH += ["-m", "megamix", "train"]
 
 # Beside the numbers of ranks: the launcher, the other node's (the first one's store is where all meet), the launcher
 # twice, it and its ranks.
@@ -50,8 +42,7 @@ class Case(NamedTuple):
     nodes: int  # two launchers with a rank each, or one with two
 
     def __str__(self):
-        names = {LAUNCHER: "launcher", OTHER_LAUNCHER: "other launcher", TWICE: "launcher twice", ALL: "all"}
-        return f"{self.number.name} to {names.get(self.who, f'rank {self.who}')} of {self.nodes} node(s)"
+        return f"{self.number.name} to {self.who} of {self.nodes} node(s)"
 
 
 WHO = {1: (LAUNCHER, 1), 2: (LAUNCHER, OTHER_LAUNCHER, 1)}
@@ -66,15 +57,8 @@ if not FULL:
 STEPS = 300 if FULL else 60  # some seconds: a signal comes long before their end
 
 
-class Job(NamedTuple):
-    folder: Path
-    launchers: list[subprocess.Popen[str]]  # one a node
-
-
-class Ended(NamedTuple):
-    exit_statuses: list[int]  # of the launchers
-    status: dict[str, Any]
-    folder: Path
+Job = namedtuple("Job", "folder launchers")  # one launcher a node
+Ended = namedtuple("Ended", "exit_statuses status folder")  # exit statuses of the launchers
 
 
 def _until(true, what):
@@ -100,8 +84,8 @@ def _start(config, nodes=1, *, by_script=False, before=()):
         for node in range(nodes):
             settings = {"NNODES": nodes, "NODE_RANK": node, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
             settings |= {"NPROC_PER_NODE": 2 // nodes, "OMP_NUM_THREADS": 1, "MEGAMIX_PYTHON": sys.executable}
-            options = [f"--nnodes={nodes}", f"--node-rank={node}", "--master-addr=127.0.0.1", f"--master-port={port}"]
-            launch = LAUNCH if nodes == 1 else [*LAUNCH[:3], *options, "--nproc-per-node=1", *LAUNCH[5:]]
+            meet = [f"--nnodes={nodes}", f"--node-rank={node}", "--master-addr=127.0.0.1", f"--master-port={port}"]
+            launch = LAUNCH if nodes == 1 else [*LAUNCH[:3], *meet, "--nproc-per-node=1", *LAUNCH[5:]]
             # The script is replaced by the launcher, which so has its pid.
             launchers.append(
                 subprocess.Popen(
@@ -115,13 +99,11 @@ def _start(config, nodes=1, *, by_script=False, before=()):
 
 def _ranks(job):
     """Pid by rank."""
-    pids = [pid for launcher in job.launchers for pid in children_of(launcher.pid)]
-    return {int((_environment(pid)).get("RANK", LAUNCHER)): pid for pid in pids}
-
-
-def _environment(pid):
-    entries = Path(f"/proc/{pid}/environ").read_text().split("\0")
-    return dict(entry.split("=", 1) for entry in entries if "=" in entry)
+    ranks = {}
+    for pid in (pid for launcher in job.launchers for pid in children_of(launcher.pid)):
+        rank = re.search(r"(?:^|\0)RANK=(\d+)", Path(f"/proc/{pid}/environ").read_text())
+        ranks[int(rank[1]) if rank else LAUNCHER] = pid
+    return ranks
 
 
 def _trains(job):
@@ -134,9 +116,7 @@ def _signal(job, who, number):
     ranks = _ranks(job)
     pids = [launcher.pid for launcher in job.launchers]
     if who < 0:
-        stdout = job.launchers[who == OTHER_LAUNCHER].stdout
-        assert stdout is not None
-        stdout.close()  # who reads the log often dies with the launcher
+        job.launchers[who == OTHER_LAUNCHER].stdout.close()  # who reads the log often dies with the launcher
     told = {LAUNCHER: pids[:1], OTHER_LAUNCHER: pids[1:], TWICE: pids[:1] * 2, ALL: [*pids, *ranks.values()]}
     for pid in told[who] if who < 0 else [ranks[who]]:
         os.kill(pid, number)
@@ -174,25 +154,9 @@ def _end(job, ranks):
     finally:
         _kill([*(launcher.pid for launcher in job.launchers), *ranks.values()])
         for launcher in job.launchers:
-            if launcher.stdout is not None:
-                launcher.stdout.close()
-    exit_statuses = [launcher.wait() for launcher in job.launchers]
-    return Ended(exit_statuses, json.loads((job.folder / "run/status.json").read_text()), job.folder)
-
-
-def _started_again(config, nodes):
-    again = _start(config, nodes, by_script=True)
-    said = "".join(launcher.communicate(timeout=DEADLINE_S)[0] for launcher in again.launchers)
-    statuses = [launcher.returncode for launcher in again.launchers]
-    assert statuses == [0] * nodes, (again.folder / "stderr.txt").read_text()
-    return said
-
-
-def _forked_again(config, nodes):
-    """Without the launcher and the import of torch; those end well in test_pretrain.py."""
-    again = FreshRanks(config, 2)
-    assert again.join(DEADLINE_S) == [0, 0], again.said(0)
-    return again.said(0)
+            launcher.stdout.close()
+    status = json.loads((job.folder / "run/status.json").read_text())
+    return Ended([launcher.wait() for launcher in job.launchers], status, job.folder)
 
 
 def _saved(folder):
@@ -230,18 +194,6 @@ def test_a_signal_to_a_launcher_or_to_a_rank_ends_the_run_in_good_order(ended, c
     assert names == {"checkpoints", "config.toml", "events.jsonl", "heartbeat.json", "metrics.jsonl", "status.json"}
 
 
-@pytest.mark.uncounted
-@pytest.mark.parametrize("case", ASKED, ids=str)
-def test_the_same_command_goes_on_as_if_nobody_had_asked(ended, tmp_path, data, run_ranks, case):
-    folder = ended[case].folder
-    said = (_started_again if FULL else _forked_again)(_config(folder, data), case.nodes)
-    assert f"after update {ended[case].status['update']}\n" in said
-    run_ranks(run_on_ranks, 2, _config(tmp_path / "whole", data))
-    assert differences(end_of(folder), end_of(tmp_path / "whole")) == []
-    weights = [(path / "run/weights.safetensors").read_bytes() for path in (folder, tmp_path / "whole")]
-    assert weights[0] == weights[1]
-
-
 @pytest.mark.parametrize("case", KILLED, ids=str)
 def test_a_killed_launcher_lets_its_ranks_save_and_a_killed_rank_is_named(ended, case):
     end = ended[case]
@@ -258,3 +210,11 @@ def test_a_killed_launcher_lets_its_ranks_save_and_a_killed_rank_is_named(ended,
         before, verdict, _ = (end.folder / "stderr.txt").read_text().partition(f"megamix train: {died}")
         assert verdict
         assert "Traceback" not in before
+
+
+@pytest.mark.skipif(not FULL, reason="--full: seconds of a real launcher; tests/train has its parts")
+def test_under_nohup_a_run_outlives_its_terminal(tmp_path, data):
+    config = _config(tmp_path / "job", data, 60)
+    job = _start(config, by_script=True, before=["nohup"])
+    end = _end(job, _signal_each({Case(ALL, signal.SIGHUP, 1): job}).popitem()[1])
+    assert (end.exit_statuses, end.status["state"], end.status["update"]) == ([0], "finished", 60)

@@ -59,16 +59,13 @@ class Submitted:
         path = self.folder / "log"
         return path.read_text() if path.exists() else ""
 
-    def rows(self):
-        path = self.folder / "run/metrics.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
     def losses(self):
-        return {row["step"]: row["train/loss"] for row in self.rows() if "train/loss" in row}
+        path = self.folder / "run/metrics.jsonl"
+        rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        return {row["step"]: row["train/loss"] for row in rows if "train/loss" in row}
 
     def status(self):
-        status = json.loads((self.folder / "run/status.json").read_text())
-        return status
+        return json.loads((self.folder / "run/status.json").read_text())
 
     def running(self):
         until(lambda: self.state == "RUNNING" and "slurm.sbatch: start" in self.log, "start", 60)
@@ -102,7 +99,7 @@ def whole(cluster, tmp_path_factory, data):
 
 
 @pytest.mark.parametrize("number", range(SIGNALS))
-def test_a_job_that_is_signalled_is_queued_again_and_ends_bit_for_bit(cluster, whole, tmp_path, data, number):
+def test_a_job_that_is_signalled_is_queued_again_and_ends_as_an_undisturbed_one(cluster, whole, tmp_path, data, number):
     undisturbed, took_s = whole
     job = Submitted(cluster, tmp_path / "job", data, nodes=2, spare=0)
     job.running()
@@ -112,35 +109,22 @@ def test_a_job_that_is_signalled_is_queued_again_and_ends_bit_for_bit(cluster, w
     before, _, after = job.log.partition("queueing the job again")
     assert cluster.job(job.number)["Restarts"] == "1", job.log
     assert [text.count("slurm.sbatch: start 1 on") for text in (before, after)] == [1, 1]  # the log is kept
-    print(f"signal {number}:", [line for line in job.log.splitlines() if "slurm.sbatch" in line])
     assert job.status()["state"] == "finished"
     assert job.losses() == undisturbed.losses()
-    weights = [(one.folder / "run/weights.safetensors").read_bytes() for one in (job, undisturbed)]
-    assert weights[0] == weights[1]
 
 
 def test_a_dead_node_is_replaced_by_the_spare_one_within_the_job(cluster, whole, tmp_path, data):
     undisturbed, _ = whole
     job = Submitted(cluster, tmp_path / "job", data, nodes=3, spare=1)
     until(lambda: "saved" in job.log, "a checkpoint")
-    killed_s = time.time()
     cluster.kill_node("n2")
-    split = [("killed", killed_s)]
-    for words in ("failed; ", "leaving it", "start 2 on n1,n3", "checking the job", "starting 1 rank", "meeting all",
-                  "building the model", "goes on from"):  # fmt: skip
-        begin = 0 if words in ("failed; ", "leaving it", "start 2 on n1,n3") else job.log.index("start 2 on")
-        until(lambda words=words, begin=begin: words in job.log[begin:], words, 120)
-        split.append((words, time.time()))
+    until(lambda: "goes on from" in job.log.partition("start 2 on n1,n3")[2], "another start", 240)
     reached = max(job.losses(), default=0)
     until(lambda: max(job.losses(), default=0) > reached or job.state == "COMPLETED", "a step")
-    split.append(("the next row", time.time()))
-    print("split:", *(f"{words} +{at - killed_s:.1f}" for words, at in split), sep="\n  ")
     cluster.start_node("n2")  # Slurm ends no job before it has heard of each node
     assert job.ended() == "COMPLETED", job.log
     assert cluster.job(job.number)["Restarts"] == "0"
     assert job.losses() == undisturbed.losses()
-    weights = [(one.folder / "run/weights.safetensors").read_bytes() for one in (job, undisturbed)]
-    assert weights[0] == weights[1]
 
 
 def test_scancel_saves_and_queues_nothing_again(cluster, tmp_path, data):

@@ -56,33 +56,31 @@ class Clone:
     """A folder with the repository's files as they are now, and a shell that finds Python in it and nothing of ours."""
 
     def __init__(self, folder, run_ranks):
-        self.root, self.run_ranks = folder / "megamix", run_ranks
+        self.root, self.run_ranks, programs = folder / "megamix", run_ranks, folder / "bin"
         listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True)
         for name in filter(None, listed.stdout.split("\0")):
             if (ROOT / name).is_file():  # a file may be deleted and not yet committed
                 copy = self.root / name
                 copy.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(ROOT / name, copy)
-        programs = folder / "bin"
         programs.mkdir()
-        python = Path(sys.base_prefix) / "bin" / f"python{sys.version_info[0]}.{sys.version_info[1]}"
-        (programs / "python3").symlink_to(python)
-        self.environment = {
-            name: value for name, value in os.environ.items() if not name.startswith(("MEGAMIX_", "VIRTUAL_", "PYTHON"))
-        } | {"PATH": f"{programs}:/usr/bin:/bin"}
+        python = f"python{sys.version_info[0]}.{sys.version_info[1]}"
+        (programs / "python3").symlink_to(Path(sys.base_prefix) / "bin" / python)
+        of_ours = ("MEGAMIX_", "VIRTUAL_", "PYTHON")
+        self.environment = {name: value for name, value in os.environ.items() if not name.startswith(of_ours)}
+        self.environment["PATH"] = f"{programs}:/usr/bin:/bin"
         if FULL:
             said = self.bash("./launch/quickstart.sh")
             told = re.search(r"^reached: validation ([\d.]+) nats a token; expect ([\d.]+) to ([\d.]+)$", said, re.M)
-            reached, least, most = map(float, told.groups())  # type: ignore[union-attr]
+            reached, least, most = map(float, told.groups())
             assert least <= reached <= most, said
         else:
             self.environment |= {"MEGAMIX_PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
 
     def bash(self, command):
         """Run a line of the shell in the copy and return what it prints."""
-        done = subprocess.run(
-            ["bash", "-c", command], cwd=self.root, env=self.environment, capture_output=True, text=True, check=False
-        )
+        where = {"cwd": self.root, "env": self.environment}
+        done = subprocess.run(["bash", "-c", command], **where, capture_output=True, text=True, check=False)
         assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
         return done.stdout
 
@@ -94,8 +92,7 @@ class Clone:
             return self.bash(f". .venv/bin/activate\n{command}")
         words = shlex.split(command, comments=True)
         if words[0] == "NPROC_PER_NODE=2" and words[1].endswith("launch/pretrain.sh"):
-            said = self.run_ranks(_train, 2, self.root, *words[2:])[0]
-            return said
+            return self.run_ranks(_train, 2, self.root, *words[2:])[0]
         if words[0] == "./launch/pretrain.sh" and words[-1] == "--check":
             words = ["megamix", "train", *words[1:]]
         if words[0] != "megamix":
@@ -224,12 +221,11 @@ def test_every_command_of_the_readme_runs(clone, monkeypatch, capsys):
 
 def _scales(clone):
     """Run the commands that scale the job. Two ranks stand for eight, and programs of one line for a cluster's."""
-    programs = clone.root.parent / "bin"
-    for name, body in STAND_INS.items():
-        (programs / name).write_text(f"#!/bin/bash\n{body}\n")
-        (programs / name).chmod(0o755)
-    (programs / "torchrun").write_text(f'#!/bin/bash\nexec {sys.executable} -m torch.distributed.run "$@"\n')
-    (programs / "torchrun").chmod(0o755)
+    torchrun = {"torchrun": f'exec {sys.executable} -m torch.distributed.run "$@"'}
+    for name, body in (STAND_INS | torchrun).items():
+        program = clone.root.parent / "bin" / name
+        program.write_text(f"#!/bin/bash\n{body}\n")
+        program.chmod(0o755)
     script, torchrun, *others, plan = _commands("Scale")
     assert plan.startswith("megamix plan")  # tests/test_readme.py
     for number, command in enumerate((script, torchrun)):
