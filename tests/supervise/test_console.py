@@ -3,6 +3,7 @@ descriptor.
 """
 
 import os
+import queue
 import subprocess
 import sys
 import threading
@@ -18,10 +19,8 @@ ROOT = Path(__file__).parents[2]
 
 def _run(arguments, closed, **environment):
     """Run a command by a shell that closes streams, as cron jobs and daemons do."""
-    return subprocess.run(
-        ["bash", "-c", f'exec "$@" {closed}', "bash", sys.executable, *arguments],
-        cwd=ROOT, env=os.environ | environment, capture_output=True, check=False,
-    )  # fmt: skip
+    command = ["bash", "-c", f'exec "$@" {closed}', "bash", sys.executable, *arguments]
+    return subprocess.run(command, cwd=ROOT, env=os.environ | environment, capture_output=True, check=False)
 
 
 RANK = ["-m", "megamix", "train", "/nowhere.toml"], 2
@@ -85,21 +84,11 @@ def test_a_letter_that_the_console_lacks_is_written_by_its_number():
 
 
 def test_a_long_phase_says_how_long_it_has_taken_until_it_is_over(monkeypatch):
-    said = []
+    said = queue.Queue()
     before_it = threading.active_count()
-    told_twice = threading.Event()
-
-    def say_phase(words):
-        said.append(words)
-        if len(said) == 3:
-            told_twice.set()
-
     monkeypatch.setattr(console, "_STILL_S", 0.0)
-    monkeypatch.setattr(console, "say_phase", say_phase)
+    monkeypatch.setattr(console, "say_phase", said.put)
     with console.phase("building the model; it takes a moment"):
-        assert told_twice.wait(60)
-    lines = len(said)
-    assert said[0] == "building the model; it takes a moment"
-    assert set(said[1:]) == {"still building the model, 0 s"}
+        assert said.get() == "building the model; it takes a moment"
+        assert [said.get(timeout=60) for _ in range(2)] == ["still building the model, 0 s"] * 2
     assert threading.active_count() == before_it
-    assert len(said) == lines

@@ -1,13 +1,12 @@
-"""Ranks of one machine meet in a store that only it can reach, whether the launcher, torchrun by hand, `verify` or the
-tests start them. On many machines a port in use is reported at once, a machine 0 that nobody reaches after 20 s.
+"""Ranks of one machine meet in a store that only it can reach, whether the launcher, `verify` or the tests start them.
+On many machines a port in use is reported at once, a machine 0 that nobody reaches after 20 s.
 """
 
 import os
 import socket
 import subprocess
 import sys
-import tomllib
-from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch.distributed.run
@@ -18,8 +17,6 @@ from megamix.supervise import rendezvous
 from megamix.supervise.launch import launch
 from megamix.supervise.rendezvous import BACKEND, create_handler, keep_to_loopback, torchrun
 from tests.network import listening
-
-PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
 
 
 def _parameters(endpoint="", nodes=1):
@@ -33,23 +30,17 @@ def _no_interfaces_named(monkeypatch):
         monkeypatch.delenv(variable)
 
 
-def test_the_agent_s_store_listens_on_loopback_and_its_ranks_do():
+def test_the_agent_s_store_listens_on_loopback_and_its_ranks_find_nothing_of_those_before():
     before = listening(os.getpid())
-    met = create_handler(_parameters()).next_rendezvous()
+    handler = create_handler(_parameters())
+    met = handler.next_rendezvous()
     where = met.bootstrap_store_info
-    assert where is not None
-    assert listening(os.getpid()) - before == {(where.master_addr, where.master_port)}
+    assert listening(os.getpid()) - before == {("127.0.0.1", where.master_port)}
     assert where.master_addr == "127.0.0.1"
     assert (met.rank, met.world_size) == (0, 1)
     assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
-
-
-def test_ranks_that_are_started_again_find_nothing_of_those_before():
-    handler = create_handler(_parameters())
-    first = handler.next_rendezvous()
-    first.store.set("key", "value")
-    again = handler.next_rendezvous()
-    assert not again.store.check(["key"])
+    met.store.set("key", "value")
+    assert not handler.next_rendezvous().store.check(["key"])
 
 
 def test_who_names_interfaces_gets_them():
@@ -70,45 +61,32 @@ def test_what_it_cannot_do_is_refused(parameters, want):
         create_handler(parameters)
 
 
-def test_torchrun_by_hand_finds_it_by_name(tmp_path):
-    groups = tomllib.loads(PYPROJECT.read_text())["project"]["entry-points"]
-    installed = tmp_path / "installed_by_hand-1.dist-info"  # the trace of an install of ours
-    installed.mkdir()
-    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: installed_by_hand\nVersion: 1\n")
-    lines = [f"[{group}]\n{name} = {value}\n" for group, names in groups.items() for name, value in names.items()]
-    (installed / "entry_points.txt").write_text("".join(lines))
-    program = "from torch.distributed.run import main; main()"  # as torchrun's own: the name is half imported by then
-    by_hand = [sys.executable, "-c", program, f"--rdzv-backend={BACKEND}", "--no-python", "env"]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, [tmp_path, PYPROJECT.parent]))}
-    done = subprocess.run(by_hand, env=environment, capture_output=True, text=True, check=False, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert {"MASTER_ADDR=127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE=True", "GLOO_SOCKET_IFNAME=lo"} <= {
-        *done.stdout.splitlines()
-    }
-
-
 MANY = ["--nnodes=2", "--node-rank=1", "--master-addr=node0", "--master-port=4711"]
+
+
+@pytest.fixture
+def run(monkeypatch):
+    """Stands for torchrun's agent."""
+    monkeypatch.setattr(torch.distributed.run, "run", mock.Mock())
+    return torch.distributed.run.run
 
 
 @pytest.mark.parametrize(
     ("options", "backend"),
     [
         ([], BACKEND),
-        (["--standalone"], BACKEND),
         (["--nnodes=1:1", "--standalone"], BACKEND),
         ([MANY[0], "--node-rank=0", "--master-addr=127.0.0.1", MANY[3]], "static"),
         (["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"], "c10d"),  # c10d, if it is asked for
     ],
 )
-def test_the_launcher_s_ranks_of_one_machine_meet_there(monkeypatch, options, backend):
-    seen = []
-    monkeypatch.setattr(torch.distributed.run, "run", seen.append)
+def test_the_launcher_s_ranks_of_one_machine_meet_there(run, options, backend):
     torchrun([*options, "job", "--standalone"])
-    (args,) = seen
+    (args,) = run.call_args.args
     assert (args.rdzv_backend, args.standalone, args.training_script_args) == (backend, False, ["--standalone"])
 
 
-def test_a_port_in_use_is_named_and_nothing_else(monkeypatch):
+def test_a_port_in_use_is_named_and_nothing_else(run):
     with socket.create_server(("", 0)) as other:
         port = other.getsockname()[1]
         head = ["--nnodes=2", "--node-rank=0", "--master-addr=127.0.0.1", f"--master-port={port}"]
@@ -118,55 +96,40 @@ def test_a_port_in_use_is_named_and_nothing_else(monkeypatch):
         (line,) = done.stderr.splitlines()
         told = f"MASTER_PORT: got {port}, at which nobody can listen on this machine, 127.0.0.1"
         assert line.startswith(f"megamix: {told} (Address already in use); ")
-        seen = []
-        monkeypatch.setattr(torch.distributed.run, "run", seen.append)
         torchrun([*head[:1], "--node-rank=1", *head[2:], "job.py"])  # another machine listens there
-        assert len(seen) == 1
+    run.assert_called_once()
 
 
-def test_a_head_node_without_an_address_is_named_within_the_limit(monkeypatch, capsys):
-    asked = []
-
-    def not_known(host, *arguments):
-        asked.append(host)
-        raise socket.gaierror(-2, "Name or service not known")
-
+def test_a_head_node_without_an_address_is_named_within_the_limit(run, monkeypatch, capsys):
+    not_known = mock.Mock(side_effect=socket.gaierror(-2, "Name or service not known"))
     monkeypatch.setattr(rendezvous, "QUIET_S", 0.0)
     monkeypatch.setattr(rendezvous, "MEET_S", 0.1)
     monkeypatch.setattr(socket, "getaddrinfo", not_known)
-    monkeypatch.setattr(torch.distributed.run, "run", lambda args: pytest.fail("it has an address"))
     assert launch([*MANY, "job.py"]) == 1  # another start may find it
-    assert asked[0] == "node0"
+    run.assert_not_called()
+    assert not_known.call_args_list[0].args[0] == "node0"
     waits, ends = capsys.readouterr().err.splitlines()
     assert waits == "megamix: waiting for machine 0 at node0:4711 (Name or service not known), 0 s left"
     told = "MASTER_ADDR: got node0, where nobody listened at port 4711 within 0.1 s (Name or service not known)"
     assert ends.startswith(f"megamix: {told}; write machine 0's name or address")
 
 
-def test_a_machine_waits_until_the_first_one_listens(monkeypatch):
-    refusals = iter([ConnectionRefusedError(111, "Connection refused"), TimeoutError("timed out"), None])
-
-    def connect(*arguments):
-        if (refusal := next(refusals)) is not None:
-            raise refusal
-        return socket.socket()
-
-    seen = []
+def test_a_machine_waits_until_the_first_one_listens(run, monkeypatch):
+    answers = [ConnectionRefusedError(111, "Connection refused"), TimeoutError("timed out"), socket.socket()]
+    connect = mock.Mock(side_effect=answers)
     monkeypatch.setattr(socket, "create_connection", connect)
-    monkeypatch.setattr(torch.distributed.run, "run", seen.append)
     torchrun([*MANY, "job.py"])
-    assert len(seen) == 1
-    assert list(refusals) == []
+    run.assert_called_once()
+    assert connect.call_count == 3
 
 
-@pytest.mark.parametrize(("given", "want"), [(None, max(1, num_cores() // 2)), ("7", 7)])
-def test_the_launcher_shares_the_cores_among_its_ranks(monkeypatch, given, want):
-    if given is not None:
+@pytest.mark.parametrize(("given", "want"), [("", max(1, num_cores() // 2)), ("7", 7)])
+def test_the_launcher_shares_the_cores_among_its_ranks(run, monkeypatch, given, want):
+    if given:
         monkeypatch.setenv("OMP_NUM_THREADS", given)
-    seen = []
-    monkeypatch.setattr(torch.distributed.run, "run", lambda args: seen.append(os.environ["OMP_NUM_THREADS"]))
     torchrun(["--standalone", "--nproc-per-node=2", "job"])
-    assert seen == [str(want)]
+    run.assert_called_once()
+    assert os.environ["OMP_NUM_THREADS"] == str(want)
 
 
 def _interfaces():

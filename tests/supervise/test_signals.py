@@ -7,8 +7,10 @@ import math
 import os
 import random
 import signal
+from collections import namedtuple
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from functools import partial
+from itertools import count
 from unittest import mock
 
 import pytest
@@ -47,74 +49,56 @@ PLACES = ("training", "saving", "saving aside", "validating")  # places at which
 def _config(folder, data, **checkpoint):
     """Return a job whose ranks divide experts: one that ended a validation alone would leave the other waiting."""
     return tiny_job(
-        folder,
-        tokens=data,
-        experts=EXPERTS,
-        ep_size=2,
-        loss_scale={"init_scale": 2.0**10},
-        steps=STEPS,
-        eval_interval=EVAL_INTERVAL,
-        eval_batches=4,
+        folder, tokens=data, experts=EXPERTS, ep_size=2, loss_scale={"init_scale": 2.0**10}, steps=STEPS,
+        eval_interval=EVAL_INTERVAL, eval_batches=4, precision_interval=0,
         checkpoint={"save_interval": SAVE_INTERVAL} | checkpoint,
-        precision_interval=0,
-    )
-
-
-def _alone(folder, data):
-    return _config(folder, data).with_keys(parallelism={"ep_size": 1})
+    )  # fmt: skip
 
 
 @contextmanager
 def _told(at_call, where):
-    """Call `at_call(n)` before the n-th call of this rank's disk, before its n-th validation batch, or at the n-th call
-    of its training.
-    """
+    """Call `at_call(n)` before this rank's n-th call of the disk, validation batch, or call of its training."""
     if where == "training":
         with counted_calls(at_call):
             yield
-    elif where == "validating":
-        load, batches = BatchLoader.load, 0
+        return
+    load, count_call, batches = BatchLoader.load, FaultyFiles.count, count()
 
-        def load_and_tell(loader, samples):
-            nonlocal batches
-            if not torch.is_grad_enabled():
-                at_call(batches)
-                batches += 1
-            return load(loader, samples)
+    def load_and_tell(loader, samples):
+        if not torch.is_grad_enabled():
+            at_call(next(batches))
+        return load(loader, samples)
 
-        with mock.patch.object(BatchLoader, "load", load_and_tell):
-            yield
-    else:
-        count = FaultyFiles.count
+    def count_and_tell(files, name, arguments):
+        at_call(len(files.calls))
+        count_call(files, name, arguments)
 
-        def count_and_tell(files, name, arguments):
-            at_call(len(files.calls))
-            count(files, name, arguments)
-
-        with mock.patch.object(FaultyFiles, "count", count_and_tell):
-            yield
+    validates = where == "validating"
+    place = (BatchLoader, "load", load_and_tell) if validates else (FaultyFiles, "count", count_and_tell)
+    with mock.patch.object(*place):
+        yield
 
 
-class Asked(NamedTuple):
-    outcome: str
-    calls: int  # at the place in question
-    begun: int  # attempts, when the victim was asked
+# calls: at each place in question; begun: attempts, when the victim was asked
+Asked = namedtuple("Asked", "outcome calls begun")
 
 
-def _asked(config, where, victim, at, *numbers):
-    """Run the job; one rank gets signals, if any, at a call of its own."""
-    train, calls, begun = Trainer.train, 0, 0
+def _asked(config, where=None, victim=None, at=None, *numbers):
+    """Run the job; one rank gets signals at a call of its own. Without a place all places' calls are counted."""
+    train, calls, begun = Trainer.train, {}, 0
 
     def train_and_be_asked(trainer, leave):
-        def ask(call):
-            nonlocal calls, begun
-            calls = call + 1
+        def ask(place, call):
+            nonlocal begun
+            calls[place] = call + 1
             if call == at and victim == trainer.engine.topology.dp.rank:
                 begun = trainer.batch_plan.launched
                 for number in numbers:
                     os.kill(os.getpid(), number)
 
-        with _told(ask, where):
+        with ExitStack() as stack:
+            for place in PLACES if where is None else [where]:
+                stack.enter_context(_told(partial(ask, place), place))
             return train(trainer, leave)
 
     with (
@@ -122,21 +106,6 @@ def _asked(config, where, victim, at, *numbers):
         mock.patch.object(Trainer, "train", train_and_be_asked),
     ):
         return Asked(_outcome(config), calls, begun)
-
-
-def _counted(config):
-    """Run the job. Return the number of calls that this rank makes at each place."""
-    train, seen = Trainer.train, {where: [] for where in PLACES}
-
-    def train_counted(trainer, leave):
-        with ExitStack() as stack:
-            for where in PLACES:
-                stack.enter_context(_told(seen[where].append, where))
-            return train(trainer, leave)
-
-    with mock.patch.object(checkpointing, "Files", FaultyFiles), mock.patch.object(Trainer, "train", train_counted):
-        run_on_ranks(config)
-    return {where: len(calls) for where, calls in seen.items()}
 
 
 def _outcome(config):
@@ -155,17 +124,12 @@ def _saved(folder):
     return [read_manifest(path / "manifest.json").applied_updates for path in checkpoints(folder / "run/checkpoints")]
 
 
-class Whole(NamedTuple):
-    end: dict[str, Any]
-    calls: dict[str, list[int]]  # by place and rank
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, data, run_ranks):
-    """Run the job without a signal."""
+    """Run the job without a signal. Return how it ends, and the number of calls by rank and place."""
     folder = tmp_path_factory.mktemp("whole")
-    first, second = run_ranks(_counted, 2, _config(folder, data, async_save=False))
-    return Whole(end_of(folder), {where: [first[where], second[where]] for where in PLACES})
+    told = run_ranks(_asked, 2, _config(folder, data, async_save=False))
+    return end_of(folder), [each.calls for each in told]
 
 
 @pytest.mark.uncounted
@@ -173,11 +137,12 @@ def whole(tmp_path_factory, data, run_ranks):
 def test_asked_at_any_instant_all_ranks_end_after_one_update_and_a_resumed_run_is_bitwise_the_whole(
     tmp_path, data, run_ranks, whole, trial
 ):
+    end, calls = whole
     rng = random.Random(trial)
     where, victim, number = PLACES[trial % len(PLACES)], rng.randrange(2), rng.choice(NOTED)
     config = _config(tmp_path, data, async_save=where != "saving")
     # The last attempts are left out: their outcomes come too late for anything but the end of the run.
-    at = rng.randrange(int(0.6 * whole.calls[where][victim]))
+    at = rng.randrange(int(0.6 * calls[victim][where]))
     asked = run_ranks(_asked, 2, config, where, victim, at, number)
     first, second = (said.outcome for said in asked)
     assert first == second
@@ -189,24 +154,16 @@ def test_asked_at_any_instant_all_ranks_end_after_one_update_and_a_resumed_run_i
     # Another attempt begins after the signal; its outcome, which carries the request, is read two attempts later.
     assert status["update"] <= asked[victim].begun + 3
     assert _saved(tmp_path)[0] == status["update"]
-    assert {path.name for path in (tmp_path / "run").iterdir()} == {
-        "checkpoints", "config.toml", "events.jsonl", "heartbeat.json", "metrics.jsonl", "status.json"
-    }  # fmt: skip
     assert run_ranks(_outcome, 2, config) == ["finished"] * 2
-    assert differences(end_of(tmp_path), whole.end) == []
+    assert differences(end_of(tmp_path), end) == []
+    status = _status(tmp_path)
+    assert (status["state"], status["exit_status"], status["update"]) == ("finished", 0, STEPS)
 
 
 def test_a_validation_ends_between_two_batches(tmp_path, data, run_ranks):
     asked = run_ranks(_asked, 2, _config(tmp_path, data), "validating", 1, 0, signal.SIGUSR1)
     assert all(f"(SIGUSR1): ended after update {EVAL_INTERVAL} of" in said.outcome for said in asked)
-    assert [said.calls for said in asked] == [2, 2]  # one global batch is two micro-batches a rank; four were to come
-
-
-def test_more_signals_while_saving_change_nothing(tmp_path, data, run_ranks):
-    config = _config(tmp_path, data, async_save=False)
-    first, second = run_ranks(_asked, 2, config, "saving", 0, 4, signal.SIGTERM, *NOTED, *NOTED)
-    assert first.outcome == second.outcome
-    assert f"(SIGTERM): ended after update {_saved(tmp_path)[0]} of {STEPS}; saved " in first.outcome
+    assert {said.calls["validating"] for said in asked} == {2}  # those of one global batch; four were to come
 
 
 def _asked_with_a_slow_disk(config, save_s):
@@ -238,10 +195,9 @@ def test_a_save_for_which_the_launcher_does_not_wait_is_not_begun_on_any_rank(tm
     first, second = run_ranks(_asked_with_a_slow_disk, 2, config, 30.5)
     assert first == second
     assert _saved(tmp_path) == [SAVE_INTERVAL]
-    assert first.endswith(
-        "; NOT saved, because the last save took 30.5 s and the launcher kills its ranks in 30.0 s; the newest "
-        f"checkpoint is {checkpoints(tmp_path / 'run/checkpoints')[0]}"
-    )
+    newest = checkpoints(tmp_path / "run/checkpoints")[0]
+    told = "NOT saved, because the last save took 30.5 s and the launcher kills its ranks in 30.0 s; the newest"
+    assert first.endswith(f"; {told} checkpoint is {newest}")
     assert (_status(tmp_path)["state"], _status(tmp_path)["exit_status"]) == ("preempted", 75)
     run_ranks(_asked_with_a_slow_disk, 2, config, 29.5)
     assert _saved(tmp_path)[0] == _status(tmp_path)["update"] > SAVE_INTERVAL
@@ -257,13 +213,10 @@ def test_only_what_the_launcher_kills_after_sets_a_limit():
     now_s = 110.0
     leave.ask(signal.SIGINT)  # the launcher does not begin to count anew
     assert (leave.left_s(), leave.reason) == (20.0, signal.SIGUSR1)
-
-
-@pytest.mark.parametrize("number", [number for number in NOTED if number != signal.SIGUSR1])
-def test_whoever_sends_another_signal_than_sigusr1_does_not_wait_for_ever(number):
-    leave = LeaveRequest(30.0, now_s=lambda: 1.0)
-    leave.ask(number)
-    assert leave.left_s() == 30.0
+    for number in {*NOTED} - {signal.SIGUSR1}:  # whoever sends another one does not wait for ever
+        leave = LeaveRequest(30.0, now_s=lambda: 1.0)
+        leave.ask(number)
+        assert leave.left_s() == 30.0
 
 
 def test_a_rank_waits_as_long_as_its_launcher_says(monkeypatch):
@@ -271,20 +224,6 @@ def test_a_rank_waits_as_long_as_its_launcher_says(monkeypatch):
     assert (shutdown_s(launched=True), shutdown_s(launched=False)) == (30.0, math.inf)
     monkeypatch.setenv(SHUTDOWN_VARIABLE, "3600")
     assert (shutdown_s(launched=True), shutdown_s(launched=False)) == (3600.0, math.inf)
-
-
-def test_a_run_that_ends_says_so(tmp_path, data):
-    assert _outcome(_alone(tmp_path, data)) == "finished"
-    status = _status(tmp_path)
-    assert (status["state"], status["exit_status"], status["update"]) == ("finished", 0, STEPS)
-
-
-def test_a_run_that_fails_says_why(tmp_path, data):
-    with mock.patch.object(Trainer, "_log", side_effect=OSError("disk full")), pytest.raises(OSError, match="full"):
-        run_on_ranks(_alone(tmp_path, data))
-    status = _status(tmp_path)
-    assert (status["state"], status["exit_status"], status["update"]) == ("failed", 1, 1)
-    assert status["reason"] == "OSError: disk full"
 
 
 def test_a_signal_is_only_noted_and_the_first_reason_stays():
@@ -300,13 +239,10 @@ def test_a_signal_is_only_noted_and_the_first_reason_stays():
 
 def test_a_sighup_that_nohup_has_ignored_stays_ignored():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with signals_noted() as leave:
-            os.kill(os.getpid(), signal.SIGHUP)
-            assert leave.reason == 0
-        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGHUP, before)
+    with signals_noted() as leave:
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert leave.reason == 0
+    assert signal.signal(signal.SIGHUP, before) == signal.SIG_IGN
 
 
 def _interrupt_three_times():

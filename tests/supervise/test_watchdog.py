@@ -1,5 +1,6 @@
 """Whoever loses a rank among many: a rank that is killed, stopped, asleep or in another collective is named, and all
-ranks end, within the time limit and two seconds; stacks are left; a rank with a slow disk is waited for.
+ranks end, within the time limit and two seconds; stacks are left; a rank with a slow disk is waited for. A rank ends
+no process but a missing rank; a stopped launcher ends no run.
 """
 
 import gc
@@ -8,12 +9,17 @@ import logging
 import os
 import re
 import signal
+import socket
 import subprocess
+import threading
 import time
+from collections import namedtuple
 from functools import partial
-from pathlib import Path
-from typing import Any, NamedTuple
+from itertools import count
+from types import SimpleNamespace
+from unittest import mock
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,12 +27,15 @@ from torch.distributed.flight_recorder import fr_trace
 
 from megamix.checkpoint.folder import Files
 from megamix.cli import main
+from megamix.comm.topology import Topology
 from megamix.data.loader import BatchLoader
 from megamix.model.transformer import Block
 from megamix.parallel.stages import Stage
 from megamix.supervise import watchdog
-from megamix.supervise.liveness import Position, RollCall, Sign
+from megamix.supervise.liveness import EndReason, Position, RollCall, Sign
 from megamix.supervise.processes import process_start
+from megamix.supervise.status import LeaveRequest, RunStatus
+from megamix.supervise.watchdog import Watchdog
 from megamix.tools.ranks import DEADLINE_S
 from tests.builders import tiny_job, write_data
 from tests.conftest import FULL
@@ -36,61 +45,46 @@ TIMEOUT_S = 3.0 if FULL else 5.0  # a loaded machine must not stand still for as
 FAULT_AT = 6  # the number of an attempt
 
 
-def _mark(folder, victim, rank, number):
-    """Return whether the fault is due, and write its time to a file."""
-    due = (rank, number) == (victim, FAULT_AT)
-    if due:
-        (folder / "fault").write_text(repr(time.time()))
-    return due
+def _killed(victim):
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _stopped(folder, victim, rank, number):
-    if _mark(folder, victim, rank, number):
-        os.kill(os.getpid(), signal.SIGSTOP)
+def _stopped(victim):
+    os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def _asleep(folder, victim, rank, number):
-    if _mark(folder, victim, rank, number):
-        time.sleep(60)
-
-
-def _never_returns(*_):
+def _asleep(victim):
     time.sleep(60)
 
 
-def _hangs_in_data(folder, victim, rank, number):
-    if _mark(folder, victim, rank, number):
-        BatchLoader.load = _never_returns  # type: ignore[assignment,method-assign]  # this process is the rank's own
-
-
-def _hangs_in_forward(folder, victim, rank, number):
-    if _mark(folder, victim, rank, number):
-        Block.forward = _never_returns  # type: ignore[assignment,method-assign]  # likewise
-
-
-def _killed(folder, victim, rank, number):
-    if _mark(folder, victim, rank, number):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _elsewhere(folder, victim, rank, number):
+def _elsewhere(victim):
     """Enter a collective that no other rank enters."""
-    if _mark(folder, victim, rank, number):
-        dist.broadcast(torch.zeros(3), src=1 - victim)
+    dist.broadcast(torch.zeros(3), src=1 - victim)
 
 
-def _hangs_in_a_stage(folder, victim, rank, number):
+def _never_returns(*_, **__):
+    time.sleep(60)
+
+
+# This process is the rank's own.
+def _hangs_in_data(victim):
+    BatchLoader.load = _never_returns
+
+
+def _hangs_in_forward(victim):
+    Block.forward = _never_returns
+
+
+def _hangs_in_a_stage(victim):
     """Hang in the forward of the first chunk, for which the other stage waits."""
-    if _mark(folder, victim, rank, number):
-        Stage.forward = lambda *args, **kwargs: time.sleep(60)  # type: ignore[method-assign]  # likewise
+    Stage.forward = _never_returns
 
 
-def _without_memory(folder, victim, rank, number):
-    if _mark(folder, victim, rank, number):
-        torch.empty(2**60)  # an error of torch's, which a dead peer's are, too
+def _without_memory(victim):
+    torch.empty(2**60)  # an error of torch's, which a dead peer's are, too
 
 
-def _writes_slowly(folder, victim, rank, number):
+def _writes_slowly(victim):
     """Write slowly: the rest of the checkpoint takes longer than the time limit, but no chunk does."""
     write = Files.write
 
@@ -98,8 +92,14 @@ def _writes_slowly(folder, victim, rank, number):
         time.sleep(TIMEOUT_S / 30)  # at each of some 40 chunks
         write(files, file, chunk)
 
-    if _mark(folder, victim, rank, number):
-        Files.write = slow_write  # type: ignore[method-assign] # this process is the rank's own
+    Files.write = slow_write
+
+
+def _strike(folder, fault, victim, rank, number):
+    """Begin the fault, if it is due, and write its time to a file."""
+    if (rank, number) == (victim, FAULT_AT):
+        (folder / "fault").write_text(repr(time.time()))
+        fault(victim)
 
 
 # Each kind of fault, and with all counts each on each rank.
@@ -108,15 +108,8 @@ CASES = [(fault, victim) for victim in (0, 1) for fault in KINDS]
 CASES = CASES if FULL else [(_killed, 0), (_killed, 1), (_stopped, 1), (_hangs_in_data, 0), (_elsewhere, 1)]
 SLOW, NO_MEMORY = (_writes_slowly, 1), (_without_memory, 1)
 IN_A_STAGE = [(_hangs_in_a_stage, 0), (_hangs_in_a_stage, 1)]
-VERDICTS = {  # on (victim, other)
-    _killed: "rank {} died; rank {} was in",
-    _stopped: "no sign of life from rank {}\n",
-    _asleep: "rank {} fell behind\n",
-    _elsewhere: "rank {} fell behind\n",
-    _hangs_in_data: "rank {} fell behind\n",
-    _hangs_in_forward: "rank {} fell behind\n",
-    _hangs_in_a_stage: "rank {} fell behind\n",
-}
+BEHIND = "rank {} fell behind\n"
+VERDICTS = {_killed: "rank {} died; rank {} was in", _stopped: "no sign of life from rank {}\n"}  # on (victim, other)
 # The function in which a living rank hangs, and its place in the end reason.
 HANGS = {
     _asleep: ("_asleep", "the code after "),
@@ -126,26 +119,16 @@ HANGS = {
 }
 
 
-class Ended(NamedTuple):
-    ranks: FreshRanks
-    statuses: list[int | None]
-    took_s: float  # from the fault until the last rank has ended
-    status: dict[str, Any]
-    folder: Path
+Ended = namedtuple("Ended", "ranks statuses took_s status folder")  # took_s: from the fault to the last rank's end
 
 
 def _start(folder, data, fault, victim, timeout_s):
     folder.mkdir()
     config = tiny_job(
-        folder,
-        tokens=data,
-        valid=None,
-        steps=FAULT_AT + 2 if fault is _writes_slowly else 100_000,
-        eval_interval=0,
-        timeout_s=timeout_s,
-        pp_size=2 if fault is _hangs_in_a_stage else 1,
-    )
-    return FreshRanks(config, 2, partial(fault, folder, victim))
+        folder, tokens=data, valid=None, eval_interval=0, steps=FAULT_AT + 2 if fault is _writes_slowly else 100_000,
+        timeout_s=timeout_s, pp_size=2 if fault is _hangs_in_a_stage else 1,
+    )  # fmt: skip
+    return FreshRanks(config, 2, partial(_strike, folder, fault, victim))
 
 
 def _ended(ranks):
@@ -182,7 +165,7 @@ def ended(tmp_path_factory):
 
 
 def _verdict(fault, victim):
-    return VERDICTS[fault].format(victim, 1 - victim)
+    return VERDICTS.get(fault, BEHIND).format(victim, 1 - victim)
 
 
 @pytest.mark.parametrize(("fault", "victim"), CASES)
@@ -207,19 +190,10 @@ def test_a_dead_or_hung_rank_ends_all_in_time_and_is_named(ended, fault, victim)
 
 @pytest.mark.parametrize(("fault", "victim"), CASES)
 def test_every_live_rank_leaves_its_stacks(ended, fault, victim):
-    stacks = [(ended[fault, victim].folder / f"run/stacks_rank{rank}.txt").read_text() for rank in range(2)]
-    assert "trainer.py" in stacks[1 - victim]  # the place where it waited
+    run = ended[fault, victim].folder / "run"
+    assert "trainer.py" in (run / f"stacks_rank{1 - victim}.txt").read_text()  # the place where it waited
     if fault in HANGS:
-        assert HANGS[fault][0] in stacks[victim]
-
-
-@pytest.mark.parametrize(("fault", "victim"), CASES)
-def test_every_live_rank_tells_its_last_collectives(ended, fault, victim):
-    for rank in {1 - victim, victim if fault in HANGS else 1 - victim}:
-        told = json.loads((ended[fault, victim].folder / f"run/collectives_rank{rank}.json").read_text())
-        last = told["entries"][-1]["profiling_name"]
-        assert last.startswith("gloo:")
-        assert (last == "gloo:broadcast") == (fault is _elsewhere and rank == victim)
+        assert HANGS[fault][0] in (run / f"stacks_rank{victim}.txt").read_text()
 
 
 @pytest.mark.parametrize(("fault", "victim"), [*CASES, *IN_A_STAGE])
@@ -279,17 +253,6 @@ def test_a_rank_without_memory_ends_all_with_the_status_that_says_so(ended):
     assert not memory.with_name("memory_rank0.txt").exists()
 
 
-def test_a_stopped_process_does_not_run():
-    with subprocess.Popen(["sleep", "60"]) as process:
-        sign = Sign(1, 0.0, 1, "", 1, 0, "", process.pid, process_start(process.pid))
-        running = sign.runs
-        os.kill(process.pid, signal.SIGSTOP)
-        os.waitpid(process.pid, os.WUNTRACED)
-        stopped = sign.runs
-        process.kill()
-    assert (running, stopped, sign.runs) == (True, False, False)
-
-
 def test_a_rank_does_not_take_itself_for_dead_whatever_the_store_says():
     store = dist.HashStore()
     roll = RollCall(store, 0, 2)
@@ -302,3 +265,62 @@ def test_a_rank_does_not_take_itself_for_dead_whatever_the_store_says():
     assert suspicion.age_s() < DEADLINE_S  # it begins now: whoever was stopped itself waits before it blames another
     assert suspicion.idle_s() == 0
     assert suspicion.missing() == [1]
+
+
+def test_what_a_rank_writes_is_what_the_others_read():
+    roll = RollCall(dist.HashStore(), 0, 2)
+    roll.beat(Position(3, "forward_backward", 2, 0), 0.5)
+    (sign,) = roll.signs().values()
+    assert sign[:6] == (1, 0.5, 3, "forward_backward", 2, 0)
+    assert (sign.is_here, sign.runs) == (True, True)
+    reason = EndReason("rank 1 died\nlast in a save", [1], 4)
+    assert roll.decide(reason) == roll.decide(EndReason("a later one", [])) == roll.reason() == reason
+
+
+def test_a_rank_that_runs_is_not_dead_when_the_clock_has_been_set(monkeypatch):
+    sign = Sign(1, 0.0, 0, "", 0, 0, socket.gethostname(), os.getpid(), process_start(os.getpid()))
+    booted_s = psutil.boot_time()
+    monkeypatch.setattr(psutil._psplatform, "boot_time", lambda: booted_s + 3600)  # as Linux tells it then
+    assert sign.runs
+
+
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_a_missing_rank_is_killed_also_if_it_is_stopped_and_a_later_process_with_its_pid_is_not(is_stopped):
+    with subprocess.Popen(["sleep", "60"]) as rank:
+        host, start = socket.gethostname(), process_start(rank.pid)
+        sign = Sign(1, 0.0, 0, "", 0, 0, host, rank.pid, start)
+        if is_stopped:
+            rank.send_signal(signal.SIGSTOP)
+            os.waitpid(rank.pid, os.WUNTRACED)
+        assert sign.runs != is_stopped
+        for other_host, other_start in (("elsewhere", start), (host, "1.00"), (host, "")):
+            sign._replace(host=other_host, start=other_start).end()
+        assert process_start(rank.pid) == start
+        sign.end()
+        assert rank.wait(DEADLINE_S) == -signal.SIGKILL
+        assert not sign.runs
+
+
+def _run_whose_launcher_is_stopped(folder):
+    """Run a rank that moves for longer than the time limit and the last resort, and ends. No call of the launcher's
+    store comes back after the first one.
+    """
+    calls, spans = count(), count()
+
+    def set_once(key, value):
+        if next(calls):
+            threading.Event().wait()
+
+    roll = RollCall(SimpleNamespace(set=set_once), Topology.current().world.rank, 2)
+    moving = mock.Mock(side_effect=lambda: Position(next(spans), "training", 0, 0))
+    with (
+        mock.patch.object(watchdog, "_LAST_RESORT_S", 1.0),
+        Watchdog(roll, 1.0, RunStatus(folder, 1), LeaveRequest(), None, moving),
+    ):
+        time.sleep(2.5)
+    return "finished"
+
+
+def test_a_run_goes_on_and_ends_while_its_launcher_is_stopped(tmp_path, run_ranks):
+    assert run_ranks(_run_whose_launcher_is_stopped, 2, tmp_path) == ["finished"] * 2
+    assert list(tmp_path.iterdir()) == []  # no stacks
