@@ -359,10 +359,7 @@ def match(want, said):
 
 
 # Here "write for example" fits a model of more layers, or other values beside it.
-EXAMPLE_FITS_OTHERS = (
-    *("model.recompute.full", "model.rope_scaling.high_freq_factor", "precision.loss_scale.min_scale"),
-    "training.batch_ramp",
-)
+EXAMPLE_FITS_OTHERS = ("recompute.full", "high_freq_factor", "loss_scale.min_scale", "batch_ramp")
 
 
 @pytest.mark.parametrize("words", WRONG_SETTINGS)
@@ -375,7 +372,7 @@ def test_a_wrong_setting_is_told_with_a_fix_that_works(refusal, words):
     field, fix = problem.split(": ")[0].strip(), problem.rpartition("; ")[2]
     assert field.partition("[")[0] in words.split()[-1] or field in WRONG_SETTINGS[words]
     written = re.match(r"write (?:for example )?([\w.]+) = (.+?)(?=,? or |$)", fix)
-    if written and field not in EXAMPLE_FITS_OTHERS and "[" not in field:
+    if written and "[" not in field and not field.endswith(EXAMPLE_FITS_OTHERS):
         name, value = written.groups()
         key = name if "." in name else f"{field.rpartition('.')[0]}.{name}"
         assert main([*show, f"{key}={value}"]) == 0
@@ -398,7 +395,7 @@ UNSET = "not set, though WORLD_SIZE is 2; start the ranks by launch/pretrain.sh 
 # Variables of a launcher, and what tells them. RANK and where ranks meet are unset, unless named.
 WRONG_VARIABLES = [
     ({"WORLD_SIZE": "abc"}, f'  WORLD_SIZE: got "abc", {NO_COUNT}'),
-    ({"WORLD_SIZE": "1" * 5000}, f'  WORLD_SIZE: got "{"1" * 56}..., {NO_COUNT}'),
+    ({"WORLD_SIZE": "1" * 10}, f'  WORLD_SIZE: got "1111111111", {NO_COUNT}'),
     ({"LOCAL_WORLD_SIZE": "0"}, f'  LOCAL_WORLD_SIZE: got "0", {NO_COUNT}'),
     ({"WORLD_SIZE": "2", "RANK": "-1"}, f'  RANK: got "-1", {NO_RANK}'),
     ({"WORLD_SIZE": "2", "LOCAL_RANK": "2"}, f'  LOCAL_RANK: got "2", {NO_RANK}'),
