@@ -159,9 +159,6 @@ def test_what_a_layer_below_set_for_another_rule_is_dropped_with_a_line(tmp_path
     assert lines == [
         'optimizer.adamw = { eps = 1e-06 } of the command line is not read where optimizer.name = "nag": dropped'
     ]
-    # A rule that nobody chose holds from below all layers.
-    with pytest.raises(ConfigError, match=r"optimizer\.nag: got \{ momentum = 0\.5 \}, which is not read where"):
-        config_from_dict(put(GOOD, "optimizer.nag.momentum", 0.5), {"optimizer": {"lr": 1e-3}})
 
 
 def test_a_table_is_dropped_as_a_whole_and_refused_for_any_part_set_later(tmp_path):

@@ -216,10 +216,10 @@ def test_every_command_of_the_readme_runs(clone, monkeypatch, capsys):
     assert said['megamix generate runs/mine --prompt "Once upon"'].startswith("Once upon")
     assert {path.name for path in Path("OUT").iterdir()} >= {"config.json", "model.safetensors", "tokenizer.json"}
     assert FULL or [Path(address).name for address in opened] == ["page.html"]
-    _scales(clone)
+    _scales(clone, capsys)
 
 
-def _scales(clone):
+def _scales(clone, capsys):
     """Run the commands that scale the job. Two ranks stand for eight, and programs of one line for a cluster's."""
     torchrun = {"torchrun": f'exec {sys.executable} -m torch.distributed.run "$@"'}
     for name, body in (STAND_INS | torchrun).items():
@@ -228,9 +228,12 @@ def _scales(clone):
         program.chmod(0o755)
     script, torchrun, *others, plan = _commands("Scale")
     assert plan.startswith("megamix plan")  # tests/test_readme.py
-    for number, command in enumerate((script, torchrun)):
-        small = f"{command.replace('8', '2')} checkpoint.folder=runs/scale{number}"
-        assert "2 rank(s)" in clone.bash(f"export PYTHONPATH=.; {small}")
+    script, torchrun = (
+        f"{command.replace('8', '2')} checkpoint.folder=runs/scale{number}"
+        for number, command in enumerate((script, torchrun))
+    )
+    assert "2 rank(s)" in clone.run(script, capsys)
+    assert "2 rank(s)" in clone.bash(f"export PYTHONPATH=.; {torchrun}")
     for command in others:
         assert command.split()[0] in STAND_INS
         clone.bash(command)
