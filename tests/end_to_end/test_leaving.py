@@ -216,5 +216,9 @@ def test_a_killed_launcher_lets_its_ranks_save_and_a_killed_rank_is_named(ended,
 def test_under_nohup_a_run_outlives_its_terminal(tmp_path, data):
     config = _config(tmp_path / "job", data, 60)
     job = _start(config, by_script=True, before=["nohup"])
-    end = _end(job, _signal_each({Case(ALL, signal.SIGHUP, 1): job}).popitem()[1])
+    _until(lambda: _trains(job), "training")
+    ranks = _ranks(job)
+    for pid in (job.launchers[0].pid, *ranks.values()):
+        os.kill(pid, signal.SIGHUP)
+    end = _end(job, ranks)
     assert (end.exit_statuses, end.status["state"], end.status["update"]) == ([0], "finished", 60)
