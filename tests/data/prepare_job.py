@@ -24,13 +24,12 @@ def prepare(source, output, num_workers):
 
 def main():
     source, output, num_workers, *kill_at = sys.argv[1:]
-    num_calls = 0
+    calls = []
 
     def counted(function):
         def call(*args, **kwargs):
-            nonlocal num_calls
-            num_calls += 1
-            if kill_at and num_calls == int(kill_at[0]):
+            calls.append(function)
+            if [str(len(calls))] == kill_at:
                 os.kill(os.getpid(), signal.SIGKILL)
             return function(*args, **kwargs)
 
@@ -39,8 +38,8 @@ def main():
     for name in ("fsync", "rename", "replace", "unlink", "mkdir", "rmdir"):
         setattr(os, name, counted(getattr(os, name)))
     print("ready", flush=True)
-    prepare(Path(source), Path(output), int(num_workers))
-    print(num_calls, flush=True)
+    prepare(source, Path(output), int(num_workers))
+    print(len(calls), flush=True)
 
 
 if __name__ == "__main__":

@@ -32,21 +32,17 @@ def source(tmp_path_factory):
     """Write about 400 KB in files of every way to be cut, with bad records among them."""
     folder = tmp_path_factory.mktemp("source")
     pick = random.Random(5)
-    words = ["alpha", "beta", "gamma", "delta", "omega\n", "naïve", "  ", "42"]
-    lines = [json.dumps({"text": " ".join(pick.choices(words, k=pick.randint(1, 60)))}) + "\n" for _ in range(1200)]
-    lines[700] = "no JSON\n"
-    (folder / "a.jsonl").write_text("".join(lines[:900]))
-    (folder / "b.jsonl.gz").write_bytes(gzip.compress("".join(lines[900:]).encode(), mtime=0))
+
+    def text(length):
+        return " ".join(pick.choices(["alpha", "beta", "gamma", "delta", "omega\n", "naïve", "  ", "42"], k=length))
+
+    lines = [json.dumps({"text": text(pick.randint(1, 60))}) for _ in range(1200)]
+    lines[700] = "no JSON"
+    (folder / "a.jsonl").write_text("\n".join(lines[:900]))
+    (folder / "b.jsonl.gz").write_bytes(gzip.compress("\n".join(lines[900:]).encode(), mtime=0))
     for number in range(60):
-        (folder / f"c{number}.txt").write_text(" ".join(pick.choices(words, k=400)))
+        (folder / f"c{number}.txt").write_text(text(400))
     return folder
-
-
-@pytest.fixture(scope="module")
-def whole(source, tmp_path_factory):
-    output = tmp_path_factory.mktemp("whole") / "out"
-    prepare(source, output, num_workers=1)
-    return contents(output)
 
 
 def contents(folder):
@@ -56,46 +52,45 @@ def contents(folder):
 def start(*arguments):
     command = [sys.executable, "-m", "tests.data.prepare_job", *map(str, arguments)]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     return process
 
 
 @pytest.fixture(scope="module")
-def calls(source, tmp_path_factory):
-    """Return the calls to the disk of a run that nobody kills, and its seconds."""
-    process = start(source, tmp_path_factory.mktemp("calls") / "out", 1)
+def whole(source, tmp_path_factory):
+    """Return what a run writes that nobody kills, its calls to the disk, and its seconds."""
+    output = tmp_path_factory.mktemp("whole") / "out"
+    process = start(source, output, 1)
     since = time.perf_counter()
-    last, _ = process.communicate()
-    return int(last), time.perf_counter() - since
+    calls, _ = process.communicate()
+    return contents(output), int(calls), time.perf_counter() - since
 
 
 @pytest.mark.parametrize("seed", range(KILLS))
-def test_killed_at_a_random_instant_and_rerun_the_files_are_those_of_a_whole_run(source, whole, calls, tmp_path, seed):
+def test_killed_at_a_random_instant_and_rerun_the_files_are_those_of_a_whole_run(source, whole, tmp_path, seed):
+    want, calls, seconds = whole
     pick = random.Random(seed)
     output = tmp_path / "out"
     for _ in range(pick.randint(1, 2)):
         if seed % 3 == 0:  # with workers, which must not go on writing
             process = start(source, output, 2)
-            time.sleep(pick.uniform(0, 2 * calls[1]))
+            time.sleep(pick.uniform(0, 2 * seconds))
             process.kill()
         else:  # before a call to the disk
-            process = start(source, output, 1, pick.randint(1, calls[0]))
+            process = start(source, output, 1, pick.randint(1, calls))
         process.communicate()
         assert process.returncode in (0, -signal.SIGKILL)
-        if output.exists():
-            assert contents(output) == whole
+        assert not output.exists() or contents(output) == want
     prepare(source, output, num_workers=1)
-    assert contents(output) == whole
+    assert contents(output) == want
 
 
 def test_neither_workers_nor_the_size_of_pieces_change_a_byte(source, whole, tmp_path, monkeypatch):
-    prepare(source, tmp_path / "two", num_workers=2)
-    assert contents(tmp_path / "two") == whole
-    assert TokenFile(tmp_path / "two" / "valid").num_documents > 50
-    monkeypatch.setattr("tests.data.prepare_job.PIECE_BYTES", 2**40)
-    prepare(source, tmp_path / "one", num_workers=1)
-    assert contents(tmp_path / "one") == whole
+    for name, piece_bytes, num_workers in (("two", 2**15, 2), ("one", 2**40, 1)):
+        monkeypatch.setattr("tests.data.prepare_job.PIECE_BYTES", piece_bytes)
+        prepare(source, tmp_path / name, num_workers)
+        assert contents(tmp_path / name) == whole[0]
+    assert TokenFile(tmp_path / "one" / "valid").num_documents > 50
 
 
 def test_finished_pieces_are_used_by_the_same_request_and_by_no_other(source, whole, tmp_path, monkeypatch):
@@ -108,28 +103,25 @@ def test_finished_pieces_are_used_by_the_same_request_and_by_no_other(source, wh
             raise OSError("disk full")
         return encode_piece(job, piece, number)
 
-    monkeypatch.setattr(workers, "encode_piece", failing_encode)
-    for _ in range(2):
+    def encoded_until_full(source, output):
+        encoded.clear()
         with pytest.raises(OSError, match="disk full"):
-            prepare(source, tmp_path / "out", num_workers=1)
-    assert encoded == [0, 1, 2, 3, 4, 5, 6, 7, 7]
+            prepare(source, output, num_workers=1)
+        return encoded[:]
+
+    monkeypatch.setattr(workers, "encode_piece", failing_encode)
+    assert encoded_until_full(source, tmp_path / "out") == [*range(8)]
+    assert encoded_until_full(source, tmp_path / "out") == [7]
+    (tmp_path / "source").symlink_to(source)  # the same files by another name are another request
+    assert encoded_until_full(source, tmp_path / "other") == [*range(8)]
+    assert encoded_until_full(tmp_path / "source", tmp_path / "other") == [*range(8)]
     tokens = tmp_path / "out.partial" / "pieces" / "000003.train.bin"
     tokens.write_bytes(bytes(tokens.stat().st_size))  # as after a power cut
     disk_full = False
     encoded.clear()
     prepare(source, tmp_path / "out", num_workers=1)
     assert encoded[:3] == [3, 7, 8]
-    assert contents(tmp_path / "out") == whole
-
-    encoded.clear()
-    disk_full = True
-    with pytest.raises(OSError, match="disk full"):
-        prepare(source, tmp_path / "other", num_workers=1)
-    (tmp_path / "source").symlink_to(source)  # the same files by another name are another request
-    disk_full = False
-    encoded.clear()
-    prepare(tmp_path / "source", tmp_path / "other", num_workers=1)
-    assert encoded[0] == 0
+    assert contents(tmp_path / "out") == whole[0]
 
 
 def test_two_prepares_of_one_output_are_never_at_work_at_once(source, tmp_path):
@@ -183,4 +175,4 @@ def test_a_worker_that_dies_is_named_and_what_is_finished_is_kept(source, whole,
     monkeypatch.undo()
     assert list((tmp_path / "out.partial" / "pieces").glob("*.json"))
     prepare(source, tmp_path / "out", num_workers=1)
-    assert contents(tmp_path / "out") == whole
+    assert contents(tmp_path / "out") == whole[0]
