@@ -1,13 +1,19 @@
-"""The order of samples depends on seed and index alone, each window once an epoch."""
+"""The order of samples depends on seed and index alone, each window once an epoch. A blend is within one sample of its
+shares at every prefix, and its stages continue each source where it was. The chunks of a packed
+sequence are dealt evenly, each once, by the sequence's documents alone.
+"""
 
 import itertools
 import math
+import random
 
 import numpy as np
 import pytest
 
-from megamix.data.sampler import micro_batches, mix64, permute, windows_of_samples
-from megamix.data.source import TokenSpan
+from megamix.data.deal import deal_chunks
+from megamix.data.sampler import Blend, BlendStage, blend_order, micro_batches, mix64, permute, windows_of_samples
+from megamix.tuned import DEALT_CHUNKS
+from tests.conftest import FULL
 
 SIZES = [1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 31, 64, 97, 100, 127, 128, 129, 1009, 4096, 65537]
 
@@ -85,36 +91,6 @@ def _assert_uniform(counts):
     assert chi_squared < freedom + 5 * math.sqrt(2 * freedom), (chi_squared, freedom)
 
 
-@pytest.mark.parametrize(("num_tokens", "windows"), [(0, 0), (1, 0), (8, 0), (9, 1), (16, 1), (17, 2)])
-def test_windows_of_eight_and_one_tokens_overlap_by_one(num_tokens, windows):
-    stretch = TokenSpan(None, 0, num_tokens)  # type: ignore[arg-type]  # no file is read
-    assert max(0, stretch.windows(8, packed=False)) == windows
-
-
-@pytest.mark.parametrize("dp_size", [1, 2, 4])
-@pytest.mark.parametrize("micro_batch_size", [1, 2, 3])
-def test_ranks_side_by_side_read_the_same_global_batch_for_any_dp_size(dp_size, micro_batch_size):
-    for global_batch in (0, 1, 17):
-        samples = [
-            sample
-            for dp_rank in range(dp_size)
-            for micro_batch in micro_batches(
-                (range(global_batch * 24, global_batch * 24 + 24),),
-                micro_batch_size=micro_batch_size,
-                dp_rank=dp_rank,
-                dp_size=dp_size,
-            )
-            for part in micro_batch
-            for sample in part
-        ]
-        assert samples == list(range(global_batch * 24, global_batch * 24 + 24))
-
-
-def test_a_rank_takes_its_block_in_micro_batches_in_order():
-    batches = micro_batches((range(48, 64),), micro_batch_size=4, dp_rank=1, dp_size=2)
-    assert batches == [(range(56, 60),), (range(60, 64),)]
-
-
 def test_a_batch_of_several_ranges_is_cut_as_if_they_stood_end_to_end():
     batch = (range(5, 8), range(20, 21), range(40, 44))
     cuts = [micro_batches(batch, micro_batch_size=2, dp_rank=rank, dp_size=2) for rank in range(2)]
@@ -123,7 +99,84 @@ def test_a_batch_of_several_ranges_is_cut_as_if_they_stood_end_to_end():
 
 @pytest.mark.parametrize(("global_batch_size", "fix"), [(10, 8), (13, 16), (1, 8)])
 def test_sizes_that_do_not_divide_are_refused_with_the_nearest_that_do(global_batch_size, fix):
-    with pytest.raises(
-        ValueError, match=rf"training.global_batch_size = {global_batch_size} must.* = 8; set it to {fix}$"
-    ):
+    told = rf"training.global_batch_size = {global_batch_size} must.* = 8; set it to {fix}$"
+    with pytest.raises(ValueError, match=told):
         micro_batches((range(global_batch_size),), micro_batch_size=4, dp_rank=0, dp_size=2)
+
+
+def worst_deviation(order, weights):
+    """Return the largest distance of a source's count from its exact share over all prefixes, in samples. It is exact
+    until the last division.
+    """
+    period, counts = sum(weights), np.zeros((len(order), len(weights)), dtype=np.int64)
+    counts[np.arange(len(order)), order] = 1
+    exact = np.arange(1, len(order) + 1)[:, None] * np.array(weights)
+    return float(np.abs(counts.cumsum(0) * period - exact).max() / period)
+
+
+def random_weights(draw):
+    """Return a few or many weights, alike or of very different sizes."""
+    largest = draw.choice([1, 3, 100, 2000])
+    return [draw.choice([1, draw.randint(1, largest)]) for _ in range(draw.choice([1, 2, 3, 5, 20, 80]))]
+
+
+def test_every_source_stays_within_one_sample_of_its_share_at_every_prefix():
+    draw = random.Random(1)
+    # The largest error first would leave the first of these by more than one.
+    for weights in ([60, 30, *[6] * 16, *[1] * 12], *(random_weights(draw) for _ in range(500 if FULL else 30))):
+        assert worst_deviation(blend_order(weights), weights) < 1, weights
+
+
+@pytest.mark.parametrize("first", [0, 7, 999_999_990, 10**12])
+def test_a_sample_s_place_depends_on_its_number_alone_however_far(first):
+    weights = (5, 3, 0, 11)
+    blend = Blend([BlendStage(0, weights)])
+    sources, numbers = places = blend.locate(np.arange(first, first + 60))
+    one_by_one = [np.ravel(blend.locate(np.array([first + i]))) for i in range(60)]
+    assert np.array_equal(one_by_one, np.stack(places, 1))
+    for source, weight in enumerate(weights):
+        own = numbers[sources == source]
+        assert (np.diff(own) == 1).all()  # none is left out, none comes twice
+        assert not weight or abs(own[0] - first * weight / sum(weights)) <= 1
+
+
+def test_a_source_goes_on_in_the_next_stage_where_it_was():
+    stages = [BlendStage(0, (3, 1, 0)), BlendStage(10, (0, 1, 2)), BlendStage(25, (7, 1, 1))]
+    sources, numbers = Blend(stages).locate(np.arange(100))
+    for source in range(3):
+        assert numbers[sources == source].tolist() == list(range(int((sources == source).sum())))
+    assert worst_deviation(sources[25:], [7, 1, 1]) < 1
+
+
+def test_the_order_of_a_blend_never_changes_between_versions():
+    # A resumed run must find the order of the run before: these numbers are part of the format.
+    assert blend_order([5, 3, 2]).tolist() == [0, 1, 0, 2, 0, 1, 0, 1, 0, 2]
+
+
+def _packed(dice, kind, num_positions):
+    """Return positions of one sequence of documents whose lengths are spread as real ones' are."""
+    lengths = dice.lognormal(6.5, 1.1, 2000) if kind == "lognormal" else 200 * (1 + dice.pareto(0.9, 2000))
+    return np.concatenate([np.arange(max(1, min(int(length), num_positions))) for length in lengths])[:num_positions]
+
+
+@pytest.mark.parametrize("kind", ["lognormal", "heavy-tailed"])
+@pytest.mark.parametrize("num_ranks", [2, 8])
+def test_every_chunk_is_dealt_once_and_the_busiest_rank_has_the_mean_work(kind, num_ranks):
+    dice = np.random.default_rng(0)
+    rows = np.stack([_packed(dice, kind, 131_072) for _ in range(40 if FULL else 8)])
+    deals = deal_chunks(rows, num_ranks)
+    shares = []
+    for row, deal in zip(rows, deals, strict=True):
+        assert sorted(deal.flatten()) == [*range(num_ranks * DEALT_CHUNKS)]
+        assert np.array_equal(deal, np.sort(deal, 1))
+        assert np.array_equal(deal, deal_chunks(row[None], num_ranks)[0])  # its own, whatever lies beside it
+        keys = np.minimum(row, np.arange(len(row))) + 1  # that each query sees
+        work = keys.reshape(deal.size, -1).sum(1)[deal].sum(1)
+        shares.append(work.max() / work.mean())
+    assert np.mean(shares) < 1.05
+
+
+def test_what_a_document_has_in_the_sequence_before_is_no_work():
+    rows = np.stack([np.arange(64), np.arange(64) + 1000])
+    one, other = deal_chunks(rows, 2)
+    assert np.array_equal(one, other)
