@@ -8,7 +8,7 @@ import torch
 from megamix import DynamicLossScale, Precision
 from megamix.checkpoint.all_or_none import AllOrNone
 from megamix.checkpoint.folder import Files
-from megamix.checkpoint.load import load_or_older, newest_checkpoint
+from megamix.checkpoint.load import load, load_or_older, newest_checkpoint
 from megamix.checkpoint.manifest import RunRecord
 from megamix.checkpoint.save import Saver, remove_old, save
 from megamix.checkpoint.snapshot import owned_parts, take_snapshot
@@ -45,12 +45,16 @@ def full_value(name, state, shape, step):
     return torch.randn(shape, generator=generator)
 
 
+def wanted(engine, part, step):
+    """Return the value that a part of the engine's state has at a step."""
+    whole = full_value(part.param, part.state, shapes_of(engine)[part.param, part.state], step)
+    return whole[part.box.slices_in(part.box.whole(whole.shape))].reshape(-1)
+
+
 def fill(engine, step):
     """Give the engine the state of a step."""
-    shapes = shapes_of(engine)
     for part in owned_parts(engine):
-        value = full_value(part.param, part.state, shapes[part.param, part.state], step)
-        part.tensor.copy_(value[part.box.slices_in(part.box.whole(value.shape))].reshape(-1))
+        part.tensor.copy_(wanted(engine, part, step))
     engine.publish_masters()
     engine.applied_updates.fill_(step)
     engine.skipped_steps.fill_(step + 5)
@@ -61,11 +65,11 @@ def fill(engine, step):
 def differences(engine, step):
     """Return the parts of the engine's state that are not bitwise those of that step."""
     shapes = shapes_of(engine)
-    wrong = []
-    for part in owned_parts(engine):
-        value = full_value(part.param, part.state, shapes[part.param, part.state], step)
-        if not torch.equal(part.tensor, value[part.box.slices_in(part.box.whole(value.shape))].reshape(-1)):
-            wrong.append(f"{part.state} of {part.param} at {part.box}")
+    wrong = [
+        f"{part.state} of {part.param} at {part.box}"
+        for part in owned_parts(engine)
+        if not torch.equal(part.tensor, wanted(engine, part, step))
+    ]
     with engine.whole_parameters():
         for name, param in engine.module.named_parameters():
             if not torch.equal(param.data, full_value(name, "master", shapes[name, "master"], step).to(param.dtype)):
@@ -87,16 +91,27 @@ def shapes_of(engine):
     return shapes
 
 
+def save_now(folder, engine, files=None, **progress):
+    """Save the engine's state, on every rank. Return the checkpoint's path."""
+    snapshot = take_snapshot(engine, RunRecord(progress=progress, config="[model]\n"))
+    return save(folder, snapshot, all_or_none_of(engine), files)
+
+
+def load_newest(folder, engine, anew=False):
+    """Load the newest checkpoint of a folder, on every rank. Return it."""
+    checkpoint = newest_checkpoint(folder, all_or_none_of(engine))
+    load(checkpoint, engine, all_or_none_of(engine), anew=anew)
+    return checkpoint
+
+
 def save_steps(folder, steps, bucket_size=1111, keep=2, shard="states", optimizer=None):
     """Save the state of each step, on every rank. Return the names."""
     engine = fp16_engine(bucket_size, optimizer, shard=shard)
     names = []
     for step in steps:
         fill(engine, step)
-        snapshot = take_snapshot(engine, RunRecord(progress={"consumed_samples": step}, config="[model]\n"))
-        all_or_none = all_or_none_of(engine)
-        saved = save(folder, snapshot, all_or_none)
-        if all_or_none.rank == 0:
+        saved = save_now(folder, engine, consumed_samples=step)
+        if engine.topology.world.rank == 0:
             remove_old(folder, keep, saved, Files())
         names.append(saved.name)
     return names
@@ -115,12 +130,7 @@ def resume_each(folders, bucket_size=1111, shard="states", optimizer=None):
     answers = []
     for folder in folders:
         fill(engine, 1)  # no folder holds this step, so what a load leaves alone is seen
-        checkpoint = newest_checkpoint(folder, all_or_none)
-        if checkpoint is not None:
-            checkpoint = load_or_older(checkpoint, engine, all_or_none)
-        if checkpoint is None:
-            answers.append((None, []))
-            continue
+        checkpoint = load_or_older(newest_checkpoint(folder, all_or_none), engine, all_or_none)
         step = checkpoint.manifest.applied_updates
         assert checkpoint.manifest.run.progress == {"consumed_samples": step}
         answers.append((step, differences(engine, step)))
