@@ -4,9 +4,7 @@ checkpoints begins a run; one with only damaged checkpoints, or with a newer che
 """
 
 import math
-from functools import reduce
 from pathlib import Path
-from typing import get_args
 
 import pytest
 
@@ -14,26 +12,27 @@ from megamix import Checkpoints
 from megamix.checkpoint.folder import Files
 from megamix.checkpoint.manifest import DamagedCheckpoint
 from megamix.hub.source import open_source
-from megamix.mixed_precision.settings import Shard
 from tests.checkpoint.state import differences, fill, fp16_engine
 
 
-def _at(step, folder, shard="states"):
-    engine = fp16_engine(shard=shard)
+def _at(step, folder):
+    engine = fp16_engine()
     fill(engine, step)
     return Checkpoints(engine, folder)
 
 
-@pytest.mark.parametrize("shard", get_args(Shard))
 @pytest.mark.parametrize("beside", [False, True])
-def test_a_program_gets_back_what_it_saved(beside, shard, tmp_path):
-    folder = tmp_path / "not/there/yet"
-    saving = _at(3, folder, shard)
+def test_a_program_gets_back_what_it_saved(beside, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    saving = _at(3, Path("not/there/yet"))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")  # the folder is the one that was meant when the object was made
     assert saving.load() is None
-    saving.save({"place": [7, "north"]}, beside=beside)
+    progress = {"place": [7, "north \u20ac"], "numbers": [1e308, 5e-324, -0.0, True, None]}
+    saving.save(progress, beside=beside)
     saving.wait()
-    engine = fp16_engine(shard=shard)
-    assert Checkpoints(engine, folder).load() == {"place": [7, "north"]}
+    engine = fp16_engine()
+    assert Checkpoints(engine, tmp_path / "not/there/yet").load() == progress
     assert differences(engine, 3) == []
 
 
@@ -71,10 +70,6 @@ def test_damaged_checkpoints_are_no_beginning(tmp_path):
         checkpoints.load()
 
 
-def _nested(depth):
-    return reduce(lambda inner, _: [inner], range(depth), [])
-
-
 @pytest.mark.parametrize(
     ("progress", "message"),
     [
@@ -82,30 +77,13 @@ def _nested(depth):
         ({"seen": {"dict": [1, math.nan]}}, "progress.seen.dict.1: nan is no JSON number; write None"),
         ({"a": {1: 2}}, "progress.a.1: JSON gives no such int or key back; write plain JSON"),
         ({"a": (1, 2)}, "progress.a: JSON gives no such tuple or key back; write plain JSON"),
-        ({"a": 10**4500}, "progress.a: JSON gives no such int or key back; write plain JSON"),
-        ({"\ud800": 1}, "progress.\ud800: JSON gives no such int or key back; write plain JSON"),
-        ({"good": 1, "a": _nested(200)}, "progress.a: JSON gives no such list or key back; write plain JSON"),
-        ({"a": _nested(900)}, "progress.a.0.0.0."),
     ],
-    ids=["inf", "nan within", "key", "tuple", "digits", "surrogate", "nested", "nested deeper"],
+    ids=["inf", "nan within", "key", "tuple"],
 )
 def test_what_a_load_would_not_give_back_is_not_saved(progress, message, tmp_path):
-    with pytest.raises(ValueError, match=r"^progress\.") as refusal:
+    with pytest.raises(ValueError, match=message):
         _at(3, tmp_path / "run").save(progress)
-    line = str(refusal.value)
-    assert line.startswith(message)
     assert not (tmp_path / "run").exists()
-
-
-def test_the_edge_of_what_a_load_gives_back(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    checkpoints = _at(3, Path("run"))
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir("elsewhere")  # the folder is the one that was meant when the object was made
-    progress = {"deep": _nested(197), "long": 10**4299, "\u20ac": [1e308, 5e-324, -0.0, True, None]}
-    checkpoints.save(progress)
-    assert checkpoints.load() == progress
-    assert [path.name for path in (tmp_path / "run").iterdir()] == ["step_00000003"]
 
 
 def test_a_newer_checkpoint_that_was_not_loaded_stops_a_save(tmp_path):
@@ -151,11 +129,11 @@ def test_all_ranks_learn_alike_that_a_save_is_refused(run_ranks, tmp_path):
 
 
 def _save_alone(folder, call):
-    checkpoints = Checkpoints(fp16_engine(), folder, timeout_s=1.0)
+    checkpoints = Checkpoints(fp16_engine(), folder, timeout_s=0.3)
     if checkpoints._all_or_none.rank:
         return ""
     with pytest.raises(RuntimeError) as told:
-        {"save": lambda: checkpoints.save({}), "load": checkpoints.load}[call]()
+        checkpoints.save({}) if call == "save" else checkpoints.load()
     return told.value.__notes__[0]
 
 
