@@ -1,5 +1,7 @@
 """`megamix checkpoint export --to dcp`: torch loads the saved state, whatever ranks saved it."""
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -10,14 +12,11 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from megamix import NAG
 from megamix.checkpoint import boxes, verify
 from megamix.checkpoint.export_dcp import export_dcp
-from megamix.checkpoint.manifest import RunRecord
-from megamix.checkpoint.save import save
-from megamix.checkpoint.snapshot import take_snapshot
 from megamix.checkpoint.verify import verify_checkpoint
 from megamix.cli import main
 from tests.builders import make_model
 from tests.checkpoint.faults import listing
-from tests.checkpoint.state import all_or_none_of, fill, fp16_engine, full_value, save_steps
+from tests.checkpoint.state import fill, fp16_engine, full_value, save_now, save_steps
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # by dcp.load: that it is one process
 
@@ -68,29 +67,21 @@ def test_torch_s_converter_finds_the_nested_names(ready, tmp_path):
     assert torch.equal(state["exp_avg"], _want("blocks.1.up.weight", "exp_avg", state["exp_avg"]))
 
 
-class _Scalar(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.gain = nn.Parameter(torch.ones(()))
-
-
 def test_a_scalar_and_another_optimizer_go_the_same_way(tmp_path):
-    engine = fp16_engine(model=_Scalar(), optimizer=NAG(lr=0.1))
+    model = nn.Module()
+    model.gain = nn.Parameter(torch.ones(()))
+    engine = fp16_engine(model=model, optimizer=NAG(lr=0.1))
     fill(engine, 3)
-    path = save(tmp_path / "checkpoints", take_snapshot(engine, RunRecord()), all_or_none_of(engine))
-    export_dcp(verify_checkpoint(path), tmp_path / "out")
-    got = {"model": {"gain": torch.zeros(())}}
-    got["optimizer"] = {"state": {"gain": {"momentum_buffer": torch.zeros(())}}}
-    dcp.load(got, checkpoint_id=tmp_path / "out")
-    assert torch.equal(got["model"]["gain"], full_value("gain", "master", (), 3))
-    state = got["optimizer"]["state"]["gain"]
-    assert torch.equal(state["momentum_buffer"], full_value("gain", "momentum_buffer", (), 3))
+    export_dcp(verify_checkpoint(save_now(tmp_path / "checkpoints", engine)), tmp_path / "out")
+    gain, momentum = torch.zeros(2)
+    state = {"gain": {"momentum_buffer": momentum}}
+    dcp.load({"model": {"gain": gain}, "optimizer": {"state": state}}, checkpoint_id=tmp_path / "out")
+    assert torch.equal(gain, full_value("gain", "master", (), 3))
+    assert torch.equal(momentum, full_value("gain", "momentum_buffer", (), 3))
 
 
 def test_what_cannot_be_written_leaves_nothing(ready, tmp_path, monkeypatch):
-    def full(self, *place):
-        raise OSError(28, "No space left on device")
-
+    full = mock.Mock(side_effect=OSError(28, "No space left on device"))
     monkeypatch.setattr(verify.BoxReader, "read", full)
     with pytest.raises(OSError, match=r"out cannot be written: .*No space left on device"):
         export_dcp(verify_checkpoint(ready), tmp_path / "out")

@@ -8,7 +8,6 @@ import shutil
 
 import pytest
 
-from megamix.checkpoint.folder import Files
 from megamix.checkpoint.manifest import RunRecord
 from megamix.tools.ranks import RankFailure, RankPool
 from tests.checkpoint.faults import CALLS, FaultyFiles, kill, kill_in_the_middle, listing
@@ -89,8 +88,3 @@ def test_a_kill_at_any_call_leaves_the_newest_complete_checkpoint(run_ranks, tmp
         assert run_ranks(_resume_and_save_step_4, 2, folder) == [(newest, [])] * 2, where
         assert listing(folder) == [f"step_{newest:08d}", "step_00000004"], where
         shutil.rmtree(folder)
-
-
-def test_every_call_that_changes_the_disk_is_counted():
-    composed = {"write_file", "remove_tree"}
-    assert {name for name, call in vars(Files).items() if callable(call)} == {*CALLS, *composed}
