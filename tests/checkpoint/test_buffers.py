@@ -78,11 +78,11 @@ def test_a_buffer_that_was_not_saved_stays_and_one_that_is_unknown_is_refused(tm
         Checkpoints(without, tmp_path / "with").load()
 
 
-@pytest.mark.parametrize("dtype", [torch.complex64, torch.float8_e4m3fn])
-def test_a_dtype_that_no_checkpoint_holds_is_refused_with_the_buffer(dtype):
+def test_a_dtype_that_no_checkpoint_holds_is_refused_with_the_buffer():
     model = Counting()
-    model.register_buffer("turns", torch.ones(2).to(dtype))
-    with pytest.raises(ValueError, match=rf"buffer turns is {dtype}, .*register_buffer\(..., persistent=False\)"):
+    model.register_buffer("turns", torch.ones(2, dtype=torch.complex64))
+    told = r"buffer turns is torch.complex64, .*register_buffer\(..., persistent=False\)"
+    with pytest.raises(ValueError, match=told):
         bf16_engine(model)
     model.register_buffer("turns", model.turns, persistent=False)
     engine = bf16_engine(model)
@@ -147,14 +147,3 @@ def test_another_precision_gets_the_values_cast(tmp_path):
     Checkpoints(engine, tmp_path).save({})
     Checkpoints(other, tmp_path).load()
     assert torch.equal(_table(other), _table(engine).bfloat16())
-
-
-def test_a_transposed_mask_with_infinities_is_saved_and_loaded(tmp_path):
-    def with_mask(model):
-        mask = torch.zeros(3, 4).fill_diagonal_(-torch.inf)
-        model.register_parameter("mask", nn.Parameter(mask.t(), requires_grad=False))
-
-    engine, other = _frozen_engine(change=with_mask), _frozen_engine(seed=1, change=with_mask)
-    Checkpoints(engine, tmp_path).save({})
-    assert Checkpoints(other, tmp_path).load() == {}
-    assert torch.equal(other.module.mask, engine.module.mask)

@@ -76,8 +76,7 @@ def test_a_kill_at_any_call_leaves_the_newest_complete_checkpoint(run_ranks, tmp
     points = _points(calls)
     assert len(points) >= (120 if FULL else SAMPLE)
     for shard, rank, at, midway, beside in points:
-        where = f"{shard}, rank {rank} before call {at} ({calls[shard][rank][at]})"
-        where += " and a half" * midway + " beside" * beside
+        where = f"{shard}, rank {rank} before call {at} ({calls[shard][rank][at]}), {midway=}, {beside=}"
         folder = tmp_path / "killed"
         shutil.copytree(ready, folder)
         pool = RankPool(2)

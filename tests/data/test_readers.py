@@ -44,7 +44,6 @@ def write(folder, kind):
     array = json.dumps(rows, ensure_ascii=False)
     contents = {
         "jsonl": lines.encode(),
-        "lines.json": lines.encode(),
         "json": array.encode(),
         "json.gz": compressed("gz", array.encode()),
         "jsonl.gz": compressed("gz", lines.encode()),
@@ -80,10 +79,9 @@ def test_a_compressed_text_is_one_document(tmp_path, ending):
     assert read(make_plan(corpus)) == [Document(0, text)]
 
 
-KINDS = ["jsonl", "jsonl.gz", "jsonl.zst", "json", "json.gz", "lines.json", "parquet", "arrow"]
-
-
-@pytest.mark.parametrize("kind", [*KINDS, "saved by datasets"])
+@pytest.mark.parametrize(
+    "kind", ["jsonl", "jsonl.gz", "jsonl.zst", "json", "json.gz", "parquet", "arrow", "saved by datasets"]
+)
 def test_every_kind_gives_the_same_documents_however_it_is_cut(tmp_path, kind):
     corpus = input_corpus([write(tmp_path, kind)])
     for piece_bytes in (1, 1000, 10_000, 2**30):

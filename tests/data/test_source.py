@@ -70,15 +70,18 @@ def test_several_files_are_one_corpus_in_one_order(tmp_path):
 
 
 def test_positions_restart_with_every_document_and_its_first_token_is_no_target(tmp_path):
-    source = source_of(write(tmp_path / "t", [3, 1, 0, 7, 6]), packed=True)  # 17 tokens: two windows
-    batch = batch_of(source, range(2))
+    source = source_of(write(tmp_path / "t", [3, 1, 0, 7, 6, 4]), packed=True)  # 21 tokens: the third window is short
+    assert source.num_windows == 3
+    batch = batch_of(source, range(3))
     rows = {int(tokens[0]): i for i, tokens in enumerate(batch.tokens)}
     assert batch.positions[rows[0]].tolist() == [0, 1, 2, 0, 0, 1, 2, 3]
     assert batch.targets[rows[0]].tolist() == [1, 2, IGNORE, IGNORE, 5, 6, 7, 8]
     assert batch.positions[rows[8]].tolist() == [0, 1, 2, 0, 1, 2, 3, 4]  # a document that was cut begins anew
     assert batch.targets[rows[8]].tolist() == [9, 10, IGNORE, 12, 13, 14, 15, 16]
+    assert batch.positions[rows[16]].tolist() == [0, 0, 1, 2, 3, 0, 0, 0]  # padded with documents that predict nothing
+    assert batch.targets[rows[16]].tolist() == [IGNORE, 18, 19, 20] + [IGNORE] * 4
     assert batch.positions.dtype == torch.int64
-    assert (batch.num_counted, batch.weight) == (13, 13 / 16)
+    assert (batch.num_counted, batch.weight) == (16, 16 / 24)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -96,15 +99,6 @@ def test_every_token_is_read_once_an_epoch_and_all_but_the_first_of_a_document_a
         # All but the very last token stand in front of something once. Missing ones of the last window are token 0.
         read = np.bincount(batch.tokens.ravel(), minlength=file.num_tokens)
         assert (read[1:-1] == 1).all()
-
-
-def test_the_end_of_a_file_is_padded_with_documents_that_predict_nothing(tmp_path):
-    source = source_of(write(tmp_path / "t", [12]), packed=True)
-    assert source.num_windows == 2
-    batch = batch_of(source, range(2))
-    row = int((batch.tokens[:, 0] == 8).nonzero())
-    assert batch.targets[row].tolist() == [9, 10, 11] + [IGNORE] * 5
-    assert batch.positions[row].tolist() == [0, 1, 2, 3, 0, 0, 0, 0]
 
 
 @pytest.mark.parametrize(("share", "first_part"), [(0.95, 95), (1 / 3, 33)])
