@@ -5,8 +5,6 @@ writes is NaN until then, and neither that nor what it reads may be touched befo
 streams and tells the host nothing.
 """
 
-import contextlib
-import datetime
 import itertools
 import random
 import sys
@@ -25,9 +23,6 @@ DTYPES |= {torch.float64, torch.float8_e4m3fn, torch.float8_e5m2}
 LATEST_S = 0.003
 
 delays = random.Random(0)
-one_stream = False  # for all communicators that are made from now on, as where a driver runs out of queues
-_shared = []
-_issued = []  # by this rank, in order
 _numbers = itertools.count(1)
 
 
@@ -44,12 +39,6 @@ class Stream(threading.Thread):
             time.sleep(delays.choice((0.0, LATEST_S * delays.random())))
             work.land()
             del work  # it holds Gloo's group, whose threads spin once the peers have left theirs
-
-
-def _stream():
-    if not one_stream or not _shared:
-        _shared[:] = [Stream()]
-    return _shared[0]
 
 
 class Collective(dist.Work):
@@ -69,7 +58,6 @@ class Collective(dist.Work):
             ops.host(tensor).view(-1).view(torch.uint8).fill_(0xFF)  # NaN
         for tensor, written in self._uses:
             ops.lend(tensor, written, what, self._number)
-        _issued.append(what)
 
     def land(self):
         try:
@@ -81,21 +69,10 @@ class Collective(dist.Work):
 
     def wait(self, timeout=None):
         if not self._landed.wait(self._timeout_s):
-            raise RuntimeError(f"{self.what} has not run for {self._timeout_s:g} s. {_told_orders()} {self._error}")
+            raise RuntimeError(f"{self.what} has not run for {self._timeout_s:g} s. {self._error}")
         if freed := ops.give_back(self._number):
             raise RuntimeError(f"memory was freed while {freed} used it")
         return True
-
-
-def _told_orders():
-    """Return what each rank that waits in vain has issued last."""
-    store, told = dist.distributed_c10d._get_default_store(), ""
-    store.set(f"issued by {dist.get_rank()}", "; ".join(_issued[-4:]))
-    for rank in range(dist.get_world_size()):
-        with contextlib.suppress(RuntimeError):  # it does not wait
-            store.wait([f"issued by {rank}"], datetime.timedelta(seconds=3))
-            told += f"Rank {rank} has issued last: {store.get(f'issued by {rank}').decode()}. "
-    return told
 
 
 class SimulatedNccl(dist.ProcessGroup):
@@ -116,7 +93,7 @@ class SimulatedNccl(dist.ProcessGroup):
         # torch has set it on the group in whose place this one stands.
         self.bound_device_id = sys._getframe(1).f_locals.get("device_id")
         self._gloo = dist.ProcessGroupGloo(store, rank, size, options._timeout)
-        self._stream, self._of_pairs = _stream(), {}
+        self._stream, self._of_pairs = Stream(), {}
 
     def _get_backend(self, device):
         return self
@@ -133,7 +110,6 @@ class SimulatedNccl(dist.ProcessGroup):
     def shutdown(self):
         for stream in (self._stream, *self._of_pairs.values()):
             stream.queue.put(None)
-        _shared.clear()
 
     def perform_nocolor_split(self, device):
         """Take part in a split of this communicator, in which all its ranks must."""
@@ -222,7 +198,7 @@ class SimulatedNccl(dist.ProcessGroup):
     def _alone(self, kind, tensor, peer):
         """One message has a communicator of the two ranks, where several together have the group's."""
         if peer not in self._of_pairs:
-            self._of_pairs[peer] = _stream()
+            self._of_pairs[peer] = Stream()
         return self.messages([(kind, tensor, peer)], 1, self._of_pairs[peer])
 
     def messages(self, them, tag=0, stream=None):

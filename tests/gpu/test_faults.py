@@ -1,12 +1,8 @@
-"""Simulated GPUs and NCCL name each of twelve planted faults that Gloo on a CPU may pass over; a run without one raises
+"""Simulated GPUs and NCCL name each of six planted faults that Gloo on a CPU may pass over; a run without one raises
 no alarm under any delays, and trains what Gloo's ranks train, bit for bit.
 """
 
-import datetime
-from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from functools import partial
 from unittest import mock
 
 import pytest
@@ -14,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 from megamix import AdamW, DynamicLossScale, Precision, ShardedEngine, Sharding
-from megamix.comm.collectives import NcclCollectives, Pending
 from megamix.mixed_precision.bucket import Bucket
 from megamix.mixed_precision.grad_reduce import GradReduce
 from megamix.mixed_precision.param_gather import ParamGather
@@ -65,16 +60,6 @@ def bucket_launched_too_early():
     return mock.patch.object(GradReduce, "_in_turn", lambda self, **_: right(self, all_are_full=True))
 
 
-def scratch_shared_too_early():
-    right = NcclCollectives.reduce_scatter
-
-    def wrong(self, *args):
-        self._exchanges = deque((scratch, Pending()) for scratch, _ in self._exchanges)
-        return right(self, *args)
-
-    return mock.patch.object(NcclCollectives, "reduce_scatter", wrong)
-
-
 def freed_while_in_use():
     right = Bucket.launch_sum
 
@@ -86,70 +71,28 @@ def freed_while_in_use():
     return mock.patch.object(Bucket, "launch_sum", wrong)
 
 
-def two_groups(*, crossed):
-    """Two groups share a stream; if `crossed`, one rank issues their collectives the other way round."""
-    from tests.gpu import nccl
-
-    nccl.one_stream = True
-    groups = [dist.new_group([0, 1], datetime.timedelta(seconds=3)) for _ in range(2)]
-    parts = [torch.ones(n, device="cuda") for n in (2, 3)]
-    order = (1, 0) if crossed and dist.get_rank() == 0 else (0, 1)
-    works = [dist.all_reduce(parts[number], group=groups[number], async_op=True) for number in order]
-    for work in works:
-        work.wait()
-    assert all(bool((part == 2).all()) for part in parts)
-
-
-@contextmanager
-def group_of_some_ranks():
-    """Of a world that is bound to its devices a group is split, for which every rank must come."""
-    world = dist.group.WORLD
-    world.bound_device_id, world._timeout_s = torch.device("cuda", dist.get_rank()), 3.0
-    if dist.get_rank() == 0:
-        dist.new_group([0], use_local_synchronization=True)
-    yield
-
-
 WAITS = "where the host must not wait for the device"
 IN_FLIGHT = ", which has not been waited for"
 FAULTS = {
     "forward does not wait": (forward_does_not_wait, rf"reads memory of all_gather.*{IN_FLIGHT}"),
-    "update does not wait": (
-        lambda: mock.patch.object(GradReduce, "wait", lambda self, bucket: None),
-        rf"reads memory of reduce_scatter.*{IN_FLIGHT}",
-    ),
     "bucket launched too early": (bucket_launched_too_early, rf"writes to memory of reduce_scatter.*{IN_FLIGHT}"),
-    "scratch shared too early": (scratch_shared_too_early, rf"all_to_all.* writes to memory of all_to.*{IN_FLIGHT}"),
     "host read in the step": (
         lambda: _in_step(lambda scale: bool(scale > 0)), f"host read {WAITS}: _local_scalar_dense"
-    ),
-    "pageable copy in the step": (
-        lambda: _in_step(lambda scale: scale + torch.tensor(0.0, device=scale.device)),
-        f"copy from pageable memory {WAITS}",
     ),
     "freed while in use": (freed_while_in_use, "memory was freed while reduce_scatter"),
     "number on the host": (
         lambda: _in_step(lambda scale: scale.view(1) + torch.zeros(1)), "Expected all tensors to be on the same device"
     ),
-    "strided tensor": (
-        lambda: _in_step(lambda scale: dist.all_reduce(torch.zeros(2, 2, device=scale.device).T)),
-        "all_reduce.*: Tensors must be contiguous",
-    ),
     "thread on another GPU": (
         lambda: _in_step(lambda _: ThreadPoolExecutor().submit(torch.cuda.Event().record).result()),
         r"rank 1 has touched the GPUs \[0, 1\]",
     ),
-    "crossed groups": (
-        lambda: two_groups(crossed=True),
-        r"all_reduce.* has not run.*last:.*\(3,\).*\(2,\).*last:.*\(2,\).*\(3,\)",
-    ),
-    "group of some ranks": (group_of_some_ranks, "ncclCommSplit.* has not run"),
 }  # fmt: skip
 
 
 def _train_with(fault):
     with FAULTS[fault][0]():
-        _train("half_fp32_sum" if "scratch" in fault else "half")
+        _train()
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -164,7 +107,3 @@ def test_no_delays_raise_an_alarm_or_change_a_bit(run_ranks, gpu_ranks, reduce_d
     for run in range(20 if FULL else 2):
         for got, expected in zip(gpu_ranks(_train, 2, reduce_dtype, seed=run % 5), want, strict=True):
             assert all(map(torch.equal, got, expected)), f"seed of delays {run % 5}"
-
-
-def test_groups_in_one_order_share_a_stream(gpu_ranks):
-    gpu_ranks(partial(two_groups, crossed=False), 2)

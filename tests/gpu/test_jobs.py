@@ -1,6 +1,8 @@
 """On simulated GPUs whole jobs wait for the device only in the readout, in 50 steady steps, and each of twelve planted
 waits is reported. A run that a signal ends resumes to the bits of an uninterrupted one, and can be planned, evaluated
-and exported. A rank that hangs is named; a job that saves and profiles uses only its own GPU.
+and exported. A rank that hangs is named; a job that saves and profiles uses only its own GPU. A step
+with experts in BF16 reads nothing on the host; where ranks exchange tokens it reads the numbers of rows once for each
+layer and micro-batch, and not again where backward repeats a forward. In FP16 a layer reads them once.
 """
 
 import json
@@ -9,12 +11,14 @@ from collections import Counter
 from itertools import pairwise
 from unittest import mock
 
+import pytest
 import torch
 
 from megamix.cli import main
 from megamix.train.trainer import Trainer
 from tests.builders import run_on_ranks, tiny_job
 from tests.gpu.pools import processes_with_gpus
+from tests.model.grouped import grouped_products
 from tests.supervise import test_signals, test_watchdog
 from tests.train.outcome import differences, end_of
 from tests.train.recorded import Record, attempts_recorded
@@ -45,38 +49,39 @@ PLANTS = {
 }
 
 
-def _waits(config):
-    """Return what has made the host wait for the device, and where, in STEADY attempts of a job, and in as many more as
-    there are plants, one in each.
-    """
+def noting(seen, attempts):
+    """Return what notes, before each of these attempts, all that has made the host wait for the device, and where."""
     from tests.gpu import simulated
 
-    right, begins, seen = Trainer._note, (FIRST, FIRST + STEADY, FIRST + STEADY + len(PLANTS)), []
-
     def note(plan):
-        if plan.launched in begins:
+        if plan.launched in attempts:
             seen.append(Counter({f"{what} at {place}": count for (what, place), count in simulated.waits.items()}))
+
+    return note
+
+
+def _waits(config):
+    """Return the waits of STEADY attempts of a job, and of as many more as there are plants, one in each."""
+    right, begins, seen = Trainer._note, (FIRST, FIRST + STEADY, FIRST + STEADY + len(PLANTS)), []
 
     def plant(self, attempt, result):
         right(self, attempt, result)
         if attempt.number >= begins[1]:
             [*PLANTS.values()][(attempt.number - begins[1]) % len(PLANTS)](torch.ones(3, device=self.device))
 
-    with attempts_recorded(Record(), note), mock.patch.object(Trainer, "_note", plant):
+    with attempts_recorded(Record(), noting(seen, begins)), mock.patch.object(Trainer, "_note", plant):
         run_on_ranks(config)
     return [behind - before for before, behind in pairwise(seen)]
 
 
+def _job(folder, tokens, **settings):
+    return tiny_job(folder, tokens=tokens, valid=None, eval_interval=0, **settings)
+
+
 def test_steady_steps_make_the_host_wait_in_the_readout_alone(gpu_ranks, data, tmp_path):
-    config = tiny_job(
-        tmp_path,
-        tokens=data,
-        valid=None,
-        loss_scale={"rule": "static", "init_scale": 2.0**8},
-        steps=FIRST + STEADY + len(PLANTS) + 1,
-        eval_interval=0,
-        log_interval=1000,
-    )
+    rule = {"rule": "static", "init_scale": 2.0**8}
+    steps = FIRST + STEADY + len(PLANTS) + 1
+    config = _job(tmp_path, data, loss_scale=rule, steps=steps, log_interval=1000)
     for steady, planted in gpu_ranks(_waits, 2, config):
         assert [(wait.startswith(READOUT), count) for wait, count in steady.items()] == [(True, STEADY)], steady
         assert [kind for kind in PLANTS if not any(wait.startswith(f"{kind} at tests/") for wait in planted)] == []
@@ -111,10 +116,45 @@ def test_a_rank_that_hangs_is_named_and_ends_all(gpu_ranks, data, tmp_path):
 
 
 def test_a_job_that_saves_beside_training_and_profiles_steps_keeps_to_its_own_gpu(gpu_ranks, data, tmp_path):
-    config = tiny_job(
-        tmp_path, tokens=data, valid=None, steps=4, eval_interval=0, save_interval=2, start_step=1, num_steps=2
-    )
-    gpu_ranks(run_on_ranks, 2, config)
+    gpu_ranks(run_on_ranks, 2, _job(tmp_path, data, steps=4, save_interval=2, start_step=1, num_steps=2))
     assert (tmp_path / "run/checkpoints/step_00000002").is_dir()
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert {row["communication/attempt"] for row in rows if "communication/bucket" in row} == {1, 2}
+
+
+EXPERTS = {
+    "num_experts": 8, "top_k": 2, "ffn_hidden_size": 24, "shared_ffn_hidden_size": 16, "balance_loss": 0.01,
+    "z_loss": 0.001,
+}  # fmt: skip
+FEW = 4  # steady attempts of a job with experts
+
+
+def _waits_of_experts(config):
+    seen = []
+    with grouped_products(), attempts_recorded(Record(), noting(seen, (FIRST, FIRST + FEW))):
+        run_on_ranks(config)
+    ((before, behind),) = pairwise(seen)
+    return behind - before
+
+
+@pytest.mark.parametrize(
+    ("dtype", "place", "recompute", "reads"),
+    [
+        ("bf16", {}, "full", 0),
+        ("bf16", {"ep_size": 2}, "full", 1),
+        ("bf16", {"ep_size": 2, "ep_method": "gather"}, "full", 0),
+        ("fp16", {}, "none", 1),
+    ],
+)
+def test_a_step_reads_the_numbers_of_rows_where_ranks_exchange_them_and_nothing_else(
+    gpu_ranks, data, tmp_path, dtype, place, recompute, reads
+):
+    rule = {"bf16": {"rule": "off"}, "fp16": {"rule": "static", "init_scale": 1024.0}}[dtype]
+    settings = {"dtype": dtype, "loss_scale": rule, "recompute": recompute, "parallelism": place}
+    config = _job(tmp_path, data, experts=EXPERTS, steps=FIRST + FEW + 1, log_interval=1000, **settings)
+    layers, micro_batches = 2, 2
+    reader = "parallel/expert_parallel" if place else "model/ops"
+    for waits in gpu_ranks(_waits_of_experts, 2, config):
+        others = {at: count for at, count in waits.items() if not at.startswith(READOUT) and " tests/" not in at}
+        assert sum(others.values()) == reads * layers * micro_batches * FEW, others
+        assert all(f"copy_ to the host at megamix/{reader}.py" in wait for wait in others), others

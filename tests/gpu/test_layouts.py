@@ -14,12 +14,10 @@ import torch.distributed as dist
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megamix.cli import main
-from megamix.comm.collectives import Collectives
 from megamix.machine import CPU_HALVES
 from megamix.model import layers, ops
 from megamix.model.ops import Ops
-from megamix.parallel import context_parallel
-from megamix.tools.ranks import RankFailure, pool_for
+from megamix.tools.ranks import pool_for
 from megamix.tools.verify.core.layout import parse_layout
 from megamix.tools.verify.core.observed_step import rank_device
 from megamix.tools.verify.foreign import watch
@@ -158,53 +156,3 @@ def test_verify_passes_kernels_that_take_segments(gpu_ranks):
     config = make_config("dp2cp2", dtype="fp16", packing="documents", model=model | {"windows": [6, 0]})
     ranks = [steps for (steps,) in gpu_ranks(_observe_with_kernels, 4, [config])]
     assert judge(config, ranks, torch.device("cpu"), UPDATES, OVERFLOW_AT).differences == []
-
-
-def _gather_is_not_awaited():
-    kept = []  # dropped it would wait
-
-    def gather(self, part, number=0):
-        flat = part.new_empty(self.axis.size, part.numel())
-        flat[self.axis.rank].copy_(part)
-        kept.append(self.all_gather(flat.view(-1), flat[self.axis.rank], number))
-        return flat
-
-    return mock.patch.object(Collectives, "gather", gather)
-
-
-def _exchange_is_not_awaited():
-    kept = []
-
-    def exchanged(parts, cp):
-        parts = parts.contiguous()
-        arrived, even = torch.empty_like(parts), [parts[0].numel()] * cp.axis.size
-        kept.append(cp.exchange(parts.view(-1), arrived.view(-1), even, even))
-        return arrived
-
-    return mock.patch.object(context_parallel, "_exchanged", exchanged)
-
-
-FAULTS = {
-    "gather is not awaited": (
-        _gather_is_not_awaited,
-        "gather",
-        r"memory of all_gather.*, which has not been waited for",
-    ),
-    "exchange is not awaited": (
-        _exchange_is_not_awaited,
-        "heads",
-        r"memory of all_to_all.*, which has not been waited",
-    ),
-}
-
-
-def _observe_fault(fault):
-    plant, method, _ = FAULTS[fault]
-    with plant():
-        _observe_with_kernels([make_config("cp2", cp_method=method, model={"hidden_size": 64, "seq_len": 32})])
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_of_context_parallelism_is_named(gpu_ranks, fault):
-    with pytest.raises(RankFailure, match=FAULTS[fault][2]):
-        gpu_ranks(_observe_fault, 2, fault, deadline_s=30.0)
