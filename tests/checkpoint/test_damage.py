@@ -149,12 +149,13 @@ def test_what_one_rank_finds_all_ranks_refuse(run_ranks, ready, tmp_path, name):
         assert run_ranks(resume, size, folder) == [(1, [])] * size
 
 
-def test_a_damaged_one_that_cannot_be_set_aside_is_passed_over(ready, tmp_path, monkeypatch):
+def test_a_damaged_one_that_cannot_be_set_aside_is_passed_over(ready, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(Files, "rename", mock.Mock(side_effect=OSError(errno.EROFS, os.strerror(errno.EROFS))))
     shutil.copytree(ready, tmp_path / "copy")
     engine = fp16_engine()
     assert _newest_loads_as(tmp_path / "copy", engine, lambda path: _flip_late(path / FILES[1])) == OLDER
     assert differences(engine, 1) == []
+    assert "(and not set aside: [Errno 30]" in caplog.text
     assert listing(tmp_path / "copy") == [OLDER, NEWER]
 
 

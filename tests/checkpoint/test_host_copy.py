@@ -62,7 +62,7 @@ def test_blocks_are_powers_of_two_and_hold_no_mebibyte_too_much(gpu):
     assert len(taken.parts) > 3
 
 
-@pytest.mark.parametrize(("size", "blocks"), [(0, []), (1, [1]), (11 * MIB + 1, [8, 4])])
+@pytest.mark.parametrize(("size", "blocks"), [(0, []), (11 * MIB + 1, [8, 4])])
 def test_sizes_of_blocks(size, blocks):
     assert pinned_sizes(size) == [MIB * block for block in blocks]
 
