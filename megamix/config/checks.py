@@ -290,7 +290,7 @@ def _loss_scale(config: Any) -> Found:
     scale, name = config.precision.loss_scale, "precision.loss_scale"
     start, low, high = scale.init_scale, scale.min_scale or 0.0, scale.max_scale or 2.0**127
     if low > high:
-        yield f"{name}.min_scale", f"must be at most max_scale {high:g}; write min_scale = {high:g}"
+        yield f"{name}.min_scale", f"must be at most max_scale {high:g}; write min_scale = {high}"
     elif start < low or start > high:
         fix = low if start < low else high
         yield f"{name}.init_scale", f"must lie from min_scale {low} to max_scale {high}; write init_scale = {fix}"
