@@ -3,13 +3,10 @@ as if it had never stopped.
 """
 
 import random
-from collections.abc import Callable
 
 import pytest
 
-from megamix.run.batch_plan import Attempt, BatchPlan, Fate, GlobalBatch, PlanState, WaitingBatch
-
-Outcome = Callable[[Attempt], bool]  # returns whether the attempt overflows
+from megamix.run.batch_plan import BatchPlan, Fate, GlobalBatch, PlanState, WaitingBatch
 
 
 class Run:
@@ -46,9 +43,6 @@ class Run:
         if fate is Fate.APPLIED:
             self.applied += [sample for part in attempt.batch.samples for sample in part]
 
-    def first_samples(self):
-        return [attempt.batch.samples[0].start for attempt in self.tried]
-
 
 def _waiting(samples, due_in):
     return WaitingBatch.of(GlobalBatch((samples,), 1), due_in)
@@ -58,24 +52,20 @@ def _at(*numbers):
     return lambda attempt: attempt.number in numbers
 
 
-def test_a_requeued_batch_comes_two_attempts_later_and_a_redone_one_at_once():
-    requeue = Run(BatchPlan(6, 1, "requeue", 3), _at(1, 3)).to(6)
-    assert requeue.first_samples() == [0, 1, 2, 1, 3, 1, 4, 5]
-    assert requeue.applied == [0, 2, 3, 1, 4, 5]
-    redo = Run(BatchPlan(6, 1, "redo", 3), _at(1, 2)).to(6)
-    assert redo.first_samples() == [0, 1, 1, 1, 2, 3, 4, 5]
-    assert redo.applied == [0, 1, 2, 3, 4, 5]
-
-
-def test_skipping_loses_the_batch_and_says_so():
-    run = Run(BatchPlan(4, 1, "skip", 3), _at(1)).to(4)
-    assert run.applied == [0, 2, 3, 4]
-    assert (1, Fate.LOST) in run.fates
-
-
-def test_an_overflow_at_the_very_end_starts_no_batch_beyond_the_first_n():
-    run = Run(BatchPlan(3, 1, "requeue", 3), _at(2, 3)).to(3)
-    assert run.first_samples() == [0, 1, 2, 2, 2]
+@pytest.mark.parametrize(
+    ("on_overflow", "bad", "tried", "applied"),
+    [
+        ("requeue", (1, 3), [0, 1, 2, 1, 3, 1, 4, 5], [0, 2, 3, 1, 4, 5]),  # two attempts later
+        ("redo", (1, 2), [0, 1, 1, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5]),  # at once
+        ("skip", (1,), [0, 1, 2, 3, 4], [0, 2, 3, 4]),
+        ("requeue", (2, 3), [0, 1, 2, 2, 2], [0, 1, 2]),  # at the very end no batch beyond the first n starts
+    ],
+)
+def test_a_batch_that_overflowed_comes_again_or_is_lost_as_configured(on_overflow, bad, tried, applied):
+    run = Run(BatchPlan(len(applied), 1, on_overflow, 3), _at(*bad)).to(len(applied))
+    assert [attempt.batch.samples[0].start for attempt in run.tried] == tried
+    assert run.applied == applied
+    assert ((1, Fate.LOST) in run.fates) is (on_overflow == "skip")
 
 
 @pytest.mark.parametrize("on_overflow", ["requeue", "redo"])
@@ -127,11 +117,6 @@ def test_what_is_left_over_of_another_batch_size_survives_a_stop():
     assert first.applied + second.applied == list(range(36))
 
 
-def test_the_first_search_never_counts():
-    run = Run(BatchPlan(5, 1, "redo", 0), _at(*range(30))).to(5)
-    assert run.applied == [0, 1, 2, 3, 4]
-
-
 def test_a_growth_that_was_too_much_does_not_count():
     run = Run(BatchPlan(40, 1, "requeue", 0), _at(), growth=5)
     run.overflows = lambda attempt: run.scale > 2.0**16
@@ -141,7 +126,7 @@ def test_a_growth_that_was_too_much_does_not_count():
 
 
 @pytest.mark.parametrize("on_overflow", ["requeue", "redo"])
-@pytest.mark.parametrize("max_retries", [0, 1, 3])
+@pytest.mark.parametrize("max_retries", [0, 3])
 def test_a_batch_that_overflows_at_scales_that_worked_is_set_aside(on_overflow, max_retries):
     run = Run(BatchPlan(10, 2, on_overflow, max_retries), lambda attempt: range(4, 6) in attempt.batch.samples).to(10)
     assert [fate for first, fate in run.fates if first == 4] == [Fate.REQUEUED] * max_retries + [Fate.SET_ASIDE]
@@ -154,10 +139,3 @@ def test_two_bad_batches_in_a_row_cannot_excuse_each_other():
     assert {first for first, fate in run.fates if fate is Fate.SET_ASIDE} == bad
     assert len([first for first, _ in run.fates if first in bad]) == 2 * 4
     assert run.applied == [0, 1, *range(4, 12)]
-
-
-def test_the_state_is_refused_while_outcomes_are_to_come():
-    plan = BatchPlan(3, 1, "requeue", 3)
-    plan.launch()
-    with pytest.raises(AssertionError, match="outcomes are still to come"):
-        plan.state()

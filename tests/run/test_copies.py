@@ -1,5 +1,6 @@
 """Finished checkpoints are taken elsewhere beside training, each once, and a run goes on from them; a target that is
-full, gone, hung or another run's is told, ends no run and changes none of its bits.
+full, hung or another run's is told, ends no run and changes none of its bits. Checkpoints of every keep_every-th update
+are saved and stay, beside the newest, over stops and damage; the log says so.
 """
 
 import json
@@ -17,23 +18,26 @@ from megamix.config import ConfigError, config_to_toml
 from megamix.durable import write_text
 from megamix.run import checkpointing, copies
 from megamix.run.copies import Copier, takes_of
-from megamix.run.run_folder import check, checkpoint_words, copy_problems
+from megamix.run.resume_rules import outlook
+from megamix.run.run_folder import check, checkpoint_words
 from megamix.supervise.run_lock import run_lock
 from tests.builders import run_on_ranks, tiny_job
 from tests.checkpoint.state import save_steps
 from tests.train.broken_disk import FULL, broken_disk
 from tests.train.outcome import differences, end_of
+from tests.train.recorded import run_recorded
 
 WAIT_S = 60.0
 NOT_FINISHED = "copies of checkpoints are NOT finished; `megamix checkpoint copy` makes the rest"
 
 
 class Elsewhere:
-    """A place that takes checkpoints, or fails. `begun` and `tried` are released at either end of each try."""
+    """A place that takes the checkpoints of a folder, or fails. `begun` and `tried` are released at either end of each
+    try.
+    """
 
     def __init__(self):
         self.fault = None
-        self.names = []
         self.lines = []
         self.begun, self.tried = threading.Semaphore(0), threading.Semaphore(0)
         self.may_go_on = threading.Event()
@@ -45,24 +49,22 @@ class Elsewhere:
             self.may_go_on.wait(WAIT_S)
             if self.fault is not None:
                 raise self.fault
-            self.names.append(path.name)
             return f"took {path.name}"
         finally:
             self.tried.release()
 
+    def copier(self, folder, *steps):
+        self.folder = folder
+        self.save(*steps)
+        return Copier(folder, self.take, self.lines.append)
+
+    def save(self, *steps):
+        for step in steps:
+            (self.folder / f"step_{step:08d}").mkdir()
+
 
 def _wait(for_one):
     assert for_one.acquire(timeout=WAIT_S)
-
-
-@pytest.fixture
-def elsewhere():
-    return Elsewhere()
-
-
-def _save(folder, *steps):
-    for step in steps:
-        (folder / f"step_{step:08d}").mkdir(parents=True)
 
 
 def _ends(copier):
@@ -70,25 +72,24 @@ def _ends(copier):
     return copier.ends_within(WAIT_S)
 
 
-def test_the_newest_is_taken_first_and_each_once(tmp_path, elsewhere):
+def test_the_newest_is_taken_first_and_each_once(tmp_path):
+    elsewhere = Elsewhere()
     elsewhere.may_go_on.clear()
-    _save(tmp_path, 1, 2)
-    copier = Copier(tmp_path, elsewhere.take, elsewhere.lines.append)
+    copier = elsewhere.copier(tmp_path, 1, 2)
     _wait(elsewhere.begun)
-    _save(tmp_path, 3)
+    elsewhere.save(3)
     elsewhere.may_go_on.set()
     _wait(elsewhere.tried)
     copier.wake()
     assert _ends(copier)
-    assert elsewhere.names == ["step_00000002", "step_00000003", "step_00000001"]
-    assert elsewhere.lines == [f"took {name}" for name in elsewhere.names]
+    assert elsewhere.lines == [f"took step_0000000{step}" for step in (2, 3, 1)]
 
 
-def test_a_failure_is_told_once_and_tried_again_until_it_succeeds(tmp_path, elsewhere, monkeypatch):
+def test_a_failure_is_told_once_and_tried_again_until_it_succeeds(tmp_path, monkeypatch):
     monkeypatch.setattr(copies, "RETRY_S", 0.001)
+    elsewhere = Elsewhere()
     elsewhere.fault = OSError("the target is away")
-    _save(tmp_path, 1)
-    copier = Copier(tmp_path, elsewhere.take, elsewhere.lines.append)
+    copier = elsewhere.copier(tmp_path, 1)
     for _ in range(3):
         _wait(elsewhere.tried)
     elsewhere.fault = None
@@ -97,14 +98,14 @@ def test_a_failure_is_told_once_and_tried_again_until_it_succeeds(tmp_path, else
     assert elsewhere.lines == [told, "took step_00000001"]
 
 
-def test_a_damaged_one_is_left_out_and_a_removed_one_is_no_failure(tmp_path, elsewhere):
+def test_a_damaged_one_is_left_out_and_a_removed_one_is_no_failure(tmp_path):
+    elsewhere = Elsewhere()
     elsewhere.fault = ValueError("its checksum")
-    _save(tmp_path, 1)
-    copier = Copier(tmp_path, elsewhere.take, elsewhere.lines.append)
+    copier = elsewhere.copier(tmp_path, 1)
     _wait(elsewhere.tried)
     elsewhere.may_go_on.clear()
     elsewhere.fault = FileNotFoundError("gone")
-    _save(tmp_path, 2)
+    elsewhere.save(2)
     copier.wake()
     _wait(elsewhere.begun)
     _wait(elsewhere.begun)
@@ -114,16 +115,9 @@ def test_a_damaged_one_is_left_out_and_a_removed_one_is_no_failure(tmp_path, els
     assert elsewhere.lines == ["checkpoint NOT copied: its checksum"]
 
 
-def _config(folder, data, own=None, **checkpoint):
-    return tiny_job(
-        folder,
-        own or {"model": {"num_layers": 1}},
-        tokens=data,
-        steps=12,
-        eval_interval=0,
-        checkpoint={"save_interval": 3, **checkpoint},
-        precision_interval=0,
-    )
+def _config(folder, data, steps=12, **settings):
+    own = {"num_layers": 1, "steps": steps, "eval_interval": 0, "save_interval": 3, "precision_interval": 0}
+    return tiny_job(folder, tokens=data, **own | settings)
 
 
 @pytest.fixture(scope="module")
@@ -139,8 +133,8 @@ def _updates(folder):
 
 def test_a_run_goes_on_bit_for_bit_from_the_copies_of_a_lost_one(tmp_path, data, run_ranks):
     copied = tmp_path / "elsewhere/copies"
-    own = {"model": {"num_layers": 2}, "parallelism": {"pp_size": 2}}
-    config = _config(tmp_path, data, own, copy_to=str(copied), copy_keep=1, keep_every=6)
+    pipeline = {"num_layers": 2, "pp_size": 2}
+    config = _config(tmp_path, data, **pipeline, copy_to=str(copied), copy_keep=1, keep_every=6)
     assert checkpoint_words(config).endswith(f"; copied to {copied}")
     run_ranks(run_on_ranks, 2, config)
     whole = end_of(tmp_path)
@@ -153,28 +147,19 @@ def test_a_run_goes_on_bit_for_bit_from_the_copies_of_a_lost_one(tmp_path, data,
     assert not (copied / "run.lock").exists()
 
 
-@pytest.mark.parametrize("trouble", ["full", "gone", "held"])
-def test_a_target_in_trouble_is_told_and_ends_no_run(tmp_path, data, plain, capsys, trouble):
+@pytest.mark.parametrize("why", ["No space left on device", "is in use by pid"])
+def test_a_target_in_trouble_is_told_and_ends_no_run(tmp_path, data, plain, capsys, why):
     target = tmp_path / "copies"
     target.mkdir()
-    config = _config(tmp_path, data, copy_to=str(target))
-    if trouble == "full":
-        with broken_disk(target) as disk:
+    with run_lock(target, lambda line: None) if "pid" in why else broken_disk(target) as disk:
+        if disk is not None:
             disk.fault = FULL
-            run_on_ranks(config)
-    elif trouble == "gone":
-        target.rmdir()
-        target.write_text("no folder")
-        run_on_ranks(config)
-    else:
-        with run_lock(target, lambda line: None):
-            run_on_ranks(config)
+        run_on_ranks(_config(tmp_path, data, copy_to=str(target)))
     told = capsys.readouterr().out
-    lines = [line for line in told.splitlines() if "checkpoint NOT copied" in line]
-    why = {"full": "No space left on device", "gone": "copies", "held": f"{target} is in use by pid"}
-    assert len(lines) == 1
+    (line,) = (line for line in told.splitlines() if "checkpoint NOT copied" in line)
+    assert why in line
+    assert str(target) in line
     assert told.count(NOT_FINISHED) == 1
-    assert why[trouble] in lines[0]
     assert differences(end_of(tmp_path), plain) == []
     assert json.loads((tmp_path / "run/status.json").read_text())["state"] == "finished"
 
@@ -188,23 +173,6 @@ def test_a_target_that_hangs_is_left_behind_at_the_end(tmp_path, data, capsys, m
     elsewhere.may_go_on.set()
     assert NOT_FINISHED in capsys.readouterr().out
     assert len(checkpoints(tmp_path / "run/checkpoints")) == 3, "one is not removed, as it is being copied"
-
-
-def test_the_verb_refuses_a_folder_with_copies_of_another_run(tmp_path, capsys):
-    target = tmp_path / "copies"
-    for name in ("a", "b"):
-        (tmp_path / name / "run").mkdir(parents=True)
-        save_steps(tmp_path / name / "run/checkpoints", [1])
-        write_text(tmp_path / name / "run/config.toml", config_to_toml(tiny_job(tmp_path / name)))
-    words = ["checkpoint", "copy"]
-    assert main([*words, str(tmp_path / "a/run"), str(target)]) == 0
-    for source in ("b/run", "b/run/checkpoints", "b/run/checkpoints/step_00000001"):
-        assert main([*words, str(tmp_path / source), str(target)]) == 2
-        assert f"{target} has copies of another run, {tmp_path / 'a/run'}" in capsys.readouterr().err
-    assert [path.name for path in checkpoints(target / "checkpoints")] == ["step_00000001"]
-    other = tiny_job(tmp_path / "b", copy_to=str(target))
-    assert "has copies of another run" in "".join(copy_problems(other))
-    assert main([*words, str(target), str(tmp_path / "back")]) == 0  # a lost run comes back
 
 
 def _take(config):
@@ -230,22 +198,29 @@ def checkpoint(tmp_path):
     return tmp_path / "run/checkpoints/step_00000001"
 
 
-def test_the_folder_of_another_run_is_refused(tmp_path, data, checkpoint, monkeypatch):
+def test_the_folder_of_another_run_is_refused(tmp_path, data, checkpoint, monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "1")
-    shared = str(tmp_path / "copies")
-    (tmp_path / "copies").mkdir()
-    (tmp_path / "copies/config.toml.partial-0").touch()  # of a start that was killed
-    _take(_config(tmp_path, data, copy_to=shared))(checkpoint)
-    assert {path.name for path in (tmp_path / "copies").iterdir()} == {"checkpoints", "config.toml"}
-    check(_config(tmp_path / "new", data, copy_to=str(tmp_path / "no copies yet")))
-    other = _config(tmp_path / "two", data, copy_to=shared)
-    told = f"copy_to: {shared} has copies of another run, {tmp_path}/run; write another folder"
-    with pytest.raises(ConfigError, match=told):
+    shared, two = tmp_path / "copies", tmp_path / "two"
+    shared.mkdir()
+    (shared / "config.toml.partial-0").touch()  # of a start that was killed
+    _take(_config(tmp_path, data, copy_to=str(shared)))(checkpoint)
+    assert {path.name for path in shared.iterdir()} == {"checkpoints", "config.toml"}
+    check(_config(two, data, copy_to=str(tmp_path / "no copies yet")))
+    told = f"{shared} has copies of another run, {tmp_path}/run"
+    other = _config(two, data, copy_to=str(shared))
+    with pytest.raises(ConfigError, match=f"copy_to: {told}; write another folder"):
         check(other)
     with pytest.raises(OSError, match=told):
         _take(other)(checkpoint)
     with pytest.raises(ConfigError, match=r"copy_to: .* is checkpoint.folder itself; write another folder"):
-        check(_config(tmp_path / "two", data, copy_to=str(tmp_path / "two/run")))
+        check(_config(two, data, copy_to=str(two / "run")))
+    shutil.copytree(tmp_path / "run", two / "run")
+    write_text(two / "run/config.toml", config_to_toml(other))
+    for source in ("run", "run/checkpoints", "run/checkpoints/step_00000001"):
+        assert main(["checkpoint", "copy", str(two / source), str(shared)]) == 2
+        assert told in capsys.readouterr().err
+    assert _updates(shared) == [1]
+    assert main(["checkpoint", "copy", str(shared), str(tmp_path / "back")]) == 0  # a lost run comes back
 
 
 def test_a_target_whose_file_system_is_gone_gets_no_copies_in_its_place(tmp_path, data, checkpoint):
@@ -264,3 +239,25 @@ def test_a_target_whose_file_system_is_gone_gets_no_copies_in_its_place(tmp_path
         assert checkpoints(empty / "checkpoints") == []
     finally:
         shutil.rmtree(mounted)
+
+
+def test_kept_ones_stay_over_a_stop_and_damage_and_change_no_bit(tmp_path, data, plain, capsys):
+    config = _config(tmp_path, data, save_interval=5, keep_every=4)
+    run_recorded(config, leave_at=4)
+    words = "checkpoints: one after every 4 updates stays, 3 by update 12, beside the newest 2"
+    assert words in capsys.readouterr().out
+    newest, *_ = checkpoints(tmp_path / "run/checkpoints")
+    assert 5 < applied_updates(newest) < 8
+    (newest / "manifest.json").write_text("{}")
+    run_on_ranks(config)
+    assert "after update 5" in capsys.readouterr().out
+    assert _updates(tmp_path / "run") == [12, 10, 8, 4]
+    assert differences(end_of(tmp_path), plain) == []
+
+
+def test_kept_ones_are_the_only_ones_beside_the_last_where_no_other_save_is_due(tmp_path, data):
+    config = _config(tmp_path, data, 7, save_interval=0, keep_every=3, async_save=False)
+    run_on_ranks(config)
+    assert _updates(tmp_path / "run") == [7, 6, 3]
+    assert outlook(config).endswith(f"\n  {checkpoint_words(config)}")
+    assert checkpoint_words(_config(tmp_path, data)) == ""

@@ -19,26 +19,22 @@ from megamix.hub.source import open_source
 from megamix.run.run_folder import checkpoint_folder
 from megamix.supervise.status import EndedEarlyError, LeaveRequest
 from megamix.train import joined
-from tests.builders import EXPERTS, run_on_ranks, tiny_job
-from tests.train.recorded import Record, attempts_recorded
+from tests.builders import EXPERTS, tiny_job
+from tests.train.recorded import run_recorded
 
 STEPS = 11
-PLAIN = {}
 MUON = {"optimizer": {"name": "muon"}, "model": {"experts": EXPERTS}}  # several sets of states, and buffers
 
 
-def _config(folder, data, job, steps=STEPS, **checkpoint):
-    sections = {
-        "training": {"steps": steps},
-        "lr_schedule": {"decay_style": "constant"},  # does not depend on the length
-        "checkpoint": {"save_interval": 4, "async_save": False, **checkpoint},
-    }
-    return tiny_job(folder, job, sections, tokens=data)
+def _config(folder, data, job, steps=STEPS, **settings):
+    return tiny_job(
+        folder, job, tokens=data, steps=steps, decay_style="constant", save_interval=4, async_save=False, **settings
+    )
 
 
-def _outcome(config):
+def _outcome(config, before=lambda plan: None):
     try:
-        run_on_ranks(config)
+        run_recorded(config, before=before)
     except EndedEarlyError as error:
         return f"{error.state}: {error}"
     return "finished"
@@ -50,10 +46,10 @@ def _on_a_full_disk(config, asked, weights_fail):
     `asked`: the second rank gets a signal before the ninth update. `weights_fail`: that rank cannot write the weights.
     """
     request, saves, create = LeaveRequest(), iter((2**40, 2**40)), Files.create
-    first = Topology.current().dp.rank == 0
+    second = Topology.current().dp.rank == 1
 
     def ask(plan):
-        if asked and plan.launched == 8 and not first:
+        if asked and plan.launched == 8 and second:
             request.ask(signal.SIGTERM)
 
     def free(files, path):
@@ -62,7 +58,7 @@ def _on_a_full_disk(config, asked, weights_fail):
         return next(saves, None) or (1 << 20) + sum(file.stat().st_size for file in saved.glob("rank_*")) * 3 // 4
 
     def create_or_fail(files, path):
-        if weights_fail and not first and "weights_after" in str(path):
+        if weights_fail and second and "weights_after" in str(path):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return create(files, path)
 
@@ -70,25 +66,23 @@ def _on_a_full_disk(config, asked, weights_fail):
         mock.patch.object(Files, "free_space", free),
         mock.patch.object(Files, "create", create_or_fail),
         mock.patch.object(joined, "signals_noted", lambda launched: nullcontext(request)),
-        attempts_recorded(Record(), ask),
     ):
-        return _outcome(config)
+        return _outcome(config, ask)
 
 
-@pytest.mark.parametrize(("job", "asked"), [(PLAIN, False), (MUON, True)])
+@pytest.mark.parametrize(("job", "asked"), [({}, False), (MUON, True)])
 def test_weights_of_a_run_on_a_full_disk_are_kept_and_a_run_begins_with_them(run_ranks, tmp_path, data, job, asked):
     first, second = run_ranks(_on_a_full_disk, 2, _config(tmp_path, data, job), asked, False)
     assert first == second
-    run = tmp_path / "run"
-    status = json.loads((run / "status.json").read_text())
+    status = json.loads((tmp_path / "run/status.json").read_text())
     assert (status["state"], status["exit_status"]) == ("failed", 1)
     update = status["update"]
     assert (update < STEPS) is asked
-    kept, newest = run / f"weights_after_{update}/step_00000000", run / "checkpoints/step_00000008"
+    kept = tmp_path / f"run/weights_after_{update}/step_00000000"
     assert first.startswith("failed: the last checkpoint could not be saved: rank 0: OSError: ")
     assert first.endswith(
         f"; only the weights are in {kept}, for the checkpoint.resume of a new run in another folder; "
-        f"{update - 8} updates since {newest} are lost"
+        f"{update - 8} updates since {tmp_path}/run/checkpoints/step_00000008 are lost"
     )
     assert run_ranks(_outcome, 2, _config(tmp_path / "whole", data, job, steps=update)) == ["finished"] * 2
     whole = load_file(tmp_path / "whole/run/weights.safetensors")
@@ -100,7 +94,7 @@ def test_weights_of_a_run_on_a_full_disk_are_kept_and_a_run_begins_with_them(run
 
 
 def test_weights_that_do_not_fit_either_leave_the_first_error_and_no_folder(run_ranks, tmp_path, data):
-    first, second = run_ranks(_on_a_full_disk, 2, _config(tmp_path, data, PLAIN), False, True)
+    first, second = run_ranks(_on_a_full_disk, 2, _config(tmp_path, data, {}), False, True)
     assert first == second
     before, _, after = first.partition("; nor could the weights alone: rank 1: OSError: [Errno 28] No space left")
     assert before.startswith("failed: the last checkpoint could not be saved: rank 0: OSError: ")

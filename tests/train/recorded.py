@@ -1,13 +1,16 @@
 """Runs whose attempts are written down, which overflow, or which end at a chosen instant."""
 
+import os
+import signal
 import sys
 import threading
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from unittest import mock
 
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.run.batch_plan import Attempt, BatchPlan, Fate
+from megamix.supervise.status import PreemptedError
 from tests.builders import run_on_ranks
 
 
@@ -24,13 +27,29 @@ class Record:
         return [sample for attempt in self.applied for part in attempt.batch.samples for sample in part]
 
 
-def run_recorded(config, bad_attempts=frozenset(), bad_samples=frozenset()):
-    """Run a job that overflows at some attempts and wherever some samples are.
+def run_recorded(
+    config, bad_attempts=frozenset(), bad_samples=frozenset(), *, crash_at=None, leave_at=None, before=lambda plan: None
+):
+    """Run a job that overflows at some attempts and wherever some samples are, to its end, or until it crashes or is
+    asked to leave before an attempt.
 
-    The overflow is in the loss of one rank, another one each time.
+    The overflow is in the loss of one rank, another one each time. `before`: called before each attempt.
     """
     record = Record()
-    with attempts_recorded(record), overflows_injected(record, bad_attempts, bad_samples):
+
+    def end_early(plan):
+        before(plan)
+        if plan.launched == crash_at:
+            raise Crash
+        if plan.launched == leave_at:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with (
+        crash_contained(),
+        suppress(PreemptedError) if leave_at is not None else nullcontext(),
+        attempts_recorded(record, end_early),
+        overflows_injected(record, bad_attempts, bad_samples),
+    ):
         record.valid_loss = run_on_ranks(config)
     return record
 
