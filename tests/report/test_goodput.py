@@ -10,17 +10,28 @@ import sys
 import time
 import webbrowser
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from megamix.cli import main
+from megamix.report import journal
 from megamix.report.goodput import RUNNING, STALE, STALE_S, read_goodput, verdict
+from megamix.report.ledger import Ledger
 from megamix.report.metrics import TAGS, MetricsWriter
 from megamix.report.page import NUMBERS, PAGE
+from megamix.run.checkpointing import RunCheckpoints
 from megamix.run.run_folder import CONFIG, EVENTS, HEARTBEAT, METRICS, SAMPLE
+from megamix.train import joined
+from megamix.train.batches import Validation
+from tests.builders import tiny_job
 from tests.conftest import FULL
+from tests.train.recorded import run_recorded
 
 T = 1.7e9  # when the story begins
+
+
+BEGIN = {"start": 20.0, "compile": 10.0}  # seconds of a start until its first update
 
 
 class _Story:
@@ -30,30 +41,36 @@ class _Story:
         folder.mkdir(exist_ok=True)
         self.folder, self.starts, self.t = folder, 0, T
 
-    def start(self, t, step=0, host="n1", **facts):
+    def start(self, t, step=0, **facts):
         self.starts, self.t = self.starts + 1, T + t
-        self.row("start", 0, step, host=host, steps=1000, **facts)
+        self.row("start", 0, step, host="n1", steps=1000, **facts)
 
-    def row(self, kind, at, step, phase="trained", seconds=(), **more):
-        self._write(EVENTS, "a", kind, at, step, phase, {**dict(seconds)}, more)
-
-    def beat(self, at, step, phase="trained", **seconds):
-        self._write(HEARTBEAT, "w", "beat", at, step, phase, seconds, {})
-
-    def _write(self, name, mode, kind, at, step, phase, seconds, more):
+    def row(self, kind, at, step, phase="trained", seconds=(), name=EVENTS, **more):
         row = {"t": self.t + at, "starts": self.starts, "kind": kind, "step": step, "tokens": step, "at": at}
-        with (self.folder / name).open(mode) as file:
-            file.write(json.dumps({**row, "phase": phase, "seconds": seconds, **more}) + "\n")
+        with (self.folder / name).open("a" if name == EVENTS else "w") as file:
+            file.write(json.dumps({**row, "phase": phase, "seconds": dict(seconds), **more}) + "\n")
 
-    def trains(self, first, last):
+    def beat(self, at, step, **seconds):
+        self.row("beat", at, step, seconds=BEGIN | seconds, name=HEARTBEAT)
+
+    def end(self, at, step, state, phase="saving", reason="", **seconds):
+        status = {"finished": 0, "preempted": 75, "gave_up": 3}.get(state, 1)
+        self.row("end", at, step, phase, BEGIN | seconds, state=state, reason=reason, exit_status=status)
+
+    def trains(self, t, first, last, **facts):
         """Write the rows of a start that loads `first` after 30 s, and saves `last` and no more, at 1 s an update."""
+        self.start(t, first, **facts)
         self.row("joined", 10, first, "start")
-        self.row("loaded", 30, first, "start", {"start": 20.0, "compile": 10.0})
-        trained = {"start": 20.0, "compile": 10.0, "trained": float(last - first)}
+        self.row("loaded", 30, first, "start", BEGIN)
+        trained = BEGIN | {"trained": float(last - first)}
         at = 30.0 + last - first
         self.row("first_step", 31, first + 1, seconds=trained | {"trained": 1.0})
         self.row("save_begin", at, last, "saving", trained)
         self.row("save_end", at + 2, last, seconds=trained | {"saving": 2.0}, saved=last)
+
+    def trains_until_asked(self, t, first, last, **facts):
+        self.trains(t, first, last, **facts)
+        self.end(last - first + 32, last, "preempted", trained=float(last - first), saving=2.0)
 
 
 COMPARED = "time | a step: planned 6.46 s within 14%, measured 6.81 s (+5.4%)"
@@ -69,36 +86,23 @@ def _adds_up(goodput, **seconds):
 
 
 def test_updates_after_the_checkpoint_that_the_run_went_on_from_are_redone(story):
-    story.start(0)
-    story.trains(0, 100)
-    trained = {"start": 20.0, "compile": 10.0, "trained": 140.0, "saving": 2.0}
-    story.row(
-        "end", 172.5, 140, "trained", trained, state="failed", reason="rank 1 died\nrank 1: last in", exit_status=1
-    )
-    story.start(200, 100, "n2")
-    story.trains(100, 150)
-    trained = {"start": 20.0, "compile": 10.0, "trained": 50.0, "saving": 3.0}
-    story.row("end", 83, 150, "saving", trained, state="finished", reason="", exit_status=0)
+    story.trains(0, 0, 100)
+    story.end(172.5, 140, "failed", "trained", "rank 1 died\nrank 1: last in", trained=140.0, saving=2.0)
+    story.trains(200, 100, 150)
+    story.end(83, 150, "finished", trained=50.0, saving=3.0)
     goodput = read_goodput(story.folder)
     # The attempt under way at the end, half a second old, is redone as well.
     _adds_up(goodput, trained=150, redone=40.5, start=40, compile=20, saving=5, down=27.5)
     assert goodput.wall_s == pytest.approx(283)
     assert [(one.first, one.last, one.kept) for one in goodput.starts] == [(0, 140, 100), (100, 150, 150)]
-    assert verdict(goodput) == (
-        "finished at update 150 of 1,000, after 4 min 43 s in 2 starts: 53.0% of that time trained"
-    )
+    told = "finished at update 150 of 1,000, after 4 min 43 s in 2 starts: 53.0% of that time trained"
+    assert verdict(goodput) == told
 
 
 def test_a_restart_from_an_older_checkpoint_makes_earlier_starts_redo(story):
-    for t, step in ((0, 0), (200, 100)):
-        story.start(t, step)
-        story.trains(step, step + 100)
-        trained = {"start": 20.0, "compile": 10.0, "trained": 100.0, "saving": 2.0}
-        story.row("end", 132, step + 100, "saving", trained, state="preempted", reason="", exit_status=75)
-    story.start(400, 50)  # both newer checkpoints were damaged
-    story.trains(50, 60)
-    trained = {"start": 20.0, "compile": 10.0, "trained": 10.0, "saving": 2.0}
-    story.row("end", 42, 60, "saving", trained, state="finished", reason="", exit_status=0)
+    story.trains_until_asked(0, 0, 100)
+    story.trains_until_asked(200, 100, 200)
+    story.trains_until_asked(400, 50, 60)  # both newer checkpoints were damaged
     goodput = read_goodput(story.folder)
     assert [one.kept for one in goodput.starts] == [50, 50, 60]
     assert goodput.starts[0].seconds["redone"] == pytest.approx(50, abs=1.1)  # between two rows, by their line
@@ -106,60 +110,83 @@ def test_a_restart_from_an_older_checkpoint_makes_earlier_starts_redo(story):
 
 
 def test_a_run_that_goes_on_has_trained_all_so_far_and_a_dead_one_what_it_saved(story):
-    story.start(0)
-    story.trains(0, 100)
-    story.beat(182, 150, start=20, compile=10, trained=150, saving=2)
+    story.trains(0, 0, 100)
+    story.beat(182, 150, trained=150, saving=2)
     for silent_s, state in ((STALE_S - 1, RUNNING), (STALE_S + 1, STALE)):
         goodput = read_goodput(story.folder, T + 182.5 + silent_s)
         assert goodput.starts[-1].state == state
-        expected = {"start": 20, "compile": 10, "saving": 2}
         if state == RUNNING:  # nobody knows yet what becomes of the attempt under way
-            _adds_up(goodput, trained=151, stalled=silent_s - 0.5, **expected)
+            _adds_up(goodput, trained=151, stalled=silent_s - 0.5, start=20, compile=10, saving=2)
         else:
-            _adds_up(goodput, trained=100, redone=50.5, **expected)
+            _adds_up(goodput, trained=100, redone=50.5, start=20, compile=10, saving=2)
             assert goodput.starts[-1].reason.startswith("no sign of life for 61 s")
-    assert not (story.folder / PAGE).exists()
 
 
 def test_an_attempt_that_hung_until_the_end_is_stalled(story):
-    story.start(0)
-    story.trains(0, 100)
-    trained = {"start": 20.0, "compile": 10.0, "trained": 100.0, "saving": 2.0}
-    story.row("end", 732, 100, "trained", trained, state="failed", reason="no progress for 600 s", exit_status=1)
+    story.trains(0, 0, 100)
+    story.end(732, 100, "failed", "trained", "no progress for 600 s", trained=100.0, saving=2.0)
     _adds_up(read_goodput(story.folder), trained=100, start=20, compile=10, saving=2, stalled=599, redone=1)
 
 
 def test_a_run_that_stands_still_though_it_lives_says_for_how_long(story):
-    story.start(0)
-    story.trains(0, 100)
-    trained = {"start": 20.0, "compile": 10.0, "trained": 100.0, "saving": 2.0}
+    story.trains(0, 0, 100)
     for at, reason in ((135, ""), (432, "no update for 5 min 00 s")):
-        story.beat(at, 100, **trained)
+        story.beat(at, 100, trained=100.0, saving=2.0)
         (last,) = read_goodput(story.folder, T + at).starts
         assert (last.state, last.reason) == (RUNNING, reason)
 
 
-def test_hosts_whose_clocks_differ_are_never_down_for_less_than_nothing(story):
-    for t, step in ((0, 0), (50, 100)):  # the second host is behind by minutes
-        story.start(t, step)
-        story.trains(step, step + 100)
-        trained = {"start": 20.0, "compile": 10.0, "trained": 100.0, "saving": 2.0}
-        story.row("end", 132, step + 100, "saving", trained, state="preempted", reason="", exit_status=75)
+def test_hosts_whose_clocks_differ_are_never_down_for_less_than_nothing_and_both_are_on_the_page(story):
+    story.trains_until_asked(0, 0, 100, ranks=2)
+    story.trains_until_asked(50, 100, 200, ranks=1)  # the second host is behind by minutes
     _adds_up(read_goodput(story.folder), trained=200, start=40, compile=20, saving=4)
+    page = _page_of(story)
+    assert "2 stops, 2 stopped on request" in page
+    assert "preempted" not in page
+    assert re.findall(r'<td title="ranks">(.*?)</td>', page) == ["1", "2"]  # the last start first
+
+
+def test_a_job_s_seconds_are_counted_to_what_it_did(tmp_path, data, monkeypatch):
+    now = T
+
+    def passes(seconds):
+        nonlocal now
+        now += seconds
+
+    def takes(kind, name, seconds):
+        call = vars(kind)[name]
+        monkeypatch.setattr(kind, name, lambda *args, **keys: (passes(seconds), call(*args, **keys))[1])
+
+    for module in (joined, journal):
+        monkeypatch.setattr(module, "boot_s", lambda: now)
+    monkeypatch.setattr(journal, "time", SimpleNamespace(time=lambda: now))
+    monkeypatch.setattr(joined, "Ledger", lambda began_s: Ledger(began_s, lambda: now))
+    monkeypatch.setattr(joined, "age_s", lambda pid: 50.0)
+    takes(Validation, "losses", 30)
+    takes(RunCheckpoints, "save", 20)
+    takes(RunCheckpoints, "save_last", 20)
+    config = tiny_job(tmp_path, tokens=data, steps=8, eval_interval=5, save_interval=4, async_save=False)
+    run_recorded(config, crash_at=6, before=lambda plan: passes(10))
+    passes(200)
+    run_recorded(config, before=lambda plan: passes(10))
+    first, second = read_goodput(tmp_path / "run").starts
+    # Its first attempt compiles. Update 5, the attempt behind it and the time until the crash are redone.
+    want = {"start": 50, "compile": 10, "trained": 30, "redone": 30, "saving": 20, "validation": 30}
+    assert {bucket: seconds for bucket, seconds in first.seconds.items() if seconds > 2} == pytest.approx(want, abs=2)
+    want = {"down": 150, "start": 50, "trained": 40, "saving": 40, "validation": 60}
+    assert {bucket: seconds for bucket, seconds in second.seconds.items() if seconds > 2} == pytest.approx(want, abs=2)
 
 
 @pytest.fixture
 def run(story):
     """Return a run with 200 restarts, the last of which goes on, and with a row that nobody wrote."""
     for number in range(201):
-        story.start(number * 200, number * 100)
-        story.trains(number * 100, number * 100 + 100)
-        trained = {"start": 20.0, "compile": 10.0, "trained": 110.0, "saving": 2.0}
+        first = number * 100
+        story.trains(number * 200, first, first + 100)
         if number < 200:
-            reason = f"<b>rank {number} died"
-            story.row("end", 142, number * 100 + 110, "trained", trained, state="failed", reason=reason, exit_status=1)
-    story.row("compared", 140, 20100, "trained", trained, words=COMPARED)
-    story.beat(142, 20100, start=20, compile=10, trained=110, saving=2)
+            story.end(142, first + 110, "failed", "trained", f"<b>rank {number} died", trained=110.0, saving=2.0)
+    story.row("compared", 140, 20100, words=COMPARED)
+    story.beat(142, 20100, trained=110, saving=2)
     with (story.folder / METRICS).open("w") as file:
         for step in range(1, 20100 if not FULL else 100_000):
             values = {"step": step, TAGS["time"]: T + 2 * step, TAGS["loss"]: 2 + 9 / step, TAGS["tokens_per_s"]: 1e5}
@@ -186,38 +213,40 @@ def test_the_page_is_one_file_that_begins_with_the_verdict_and_needs_nothing_els
     assert numbers["starts"][0]["seconds"]["redone"] == 10
 
 
+def _page_of(story):
+    assert main(["report", str(story.folder)]) == 0
+    return (story.folder / PAGE).read_text()
+
+
 def test_the_page_tells_what_trained_where_with_what_and_what_it_writes(story):
-    facts = {"parameters": 2164416, "ranks": 2, "machine": "8 cores of <x>", "versions": "torch 2.13"}
-    story.start(0, **facts)
-    story.trains(0, 100)
+    story.trains(0, 0, 100, parameters=2164416, ranks=2, machine="8 cores of <x>", versions="torch 2.13")
     (story.folder / CONFIG).write_text('[optimizer]\nname = "nag"\n[data]\ntrain = "<mine>"\n')
     (story.folder / SAMPLE).write_text("if a < b:\n\n")
     with MetricsWriter(story.folder, tensorboard=False) as writer:
         writer.write(10, {"loss": 7.0, "loss_scale": None, "skipped_steps": 0})
         writer.write(10, {"valid_loss": 6.5})
-    assert main(["report", str(story.folder)]) == 0
-    page = (story.folder / PAGE).read_text()
-    for part in (
-        "2,164,416",
-        "8 cores of &lt;x&gt;",
-        "torch 2.13",
-        "name nag",
-        "6.500 nats a token at step 10",
-        "&lt;mine&gt;",
-    ):
+    page = _page_of(story)
+    facts = ("2,164,416", "8 cores of &lt;x&gt;", "torch 2.13", "name nag", "6.500 nats a token at step 10")
+    for part in (*facts, "&lt;mine&gt;", "<pre>if a &lt; b:</pre>"):
         assert part in page
-    assert "<pre>if a &lt; b:</pre>" in page
     assert page.count("data:image/png;base64,iVBOR") == page.count("<figcaption>") == 2
     assert not re.search("overflow|loss scale", page.partition("<details>")[0].partition("</style>")[2])
     assert [*story.folder.glob("*.png")] == []
 
 
-def test_a_run_that_has_left_nothing_but_its_start_has_a_page_without_empty_parts(story):
+@pytest.mark.parametrize("there", [True, False])
+def test_a_run_with_nothing_but_its_start_has_a_page_without_empty_parts_which_is_opened(
+    story, monkeypatch, capsys, there
+):
     story.start(0)
     (story.folder / SAMPLE).write_text(" \n\n")
-    assert main(["report", str(story.folder)]) == 0
-    page = (story.folder / PAGE).read_text()
-    assert re.findall("<h2>(.*?)</h2>", page) == ["Facts", "Where the time went", "Starts and stops"]
+    opened = []
+    monkeypatch.setattr(webbrowser, "open", lambda url: opened.append(url) or there)
+    assert main(["report", "--open", str(story.folder)]) == 0
+    page = story.folder / PAGE
+    assert re.findall("<h2>(.*?)</h2>", page.read_text()) == ["Facts", "Where the time went", "Starts and stops"]
+    assert opened == [page.as_uri()]
+    assert (f"no browser; open {page}" in capsys.readouterr().out) is not there
 
 
 def test_without_matplotlib_the_page_lacks_the_pictures_alone_and_a_line_says_how_to_get_them(run, monkeypatch, capsys):
@@ -229,105 +258,63 @@ def test_without_matplotlib_the_page_lacks_the_pictures_alone_and_a_line_says_ho
     assert "<img" not in Path(page).read_text()
 
 
-@pytest.mark.parametrize("there", [True, False])
-def test_the_page_is_opened_where_there_is_a_browser(story, monkeypatch, capsys, there):
-    story.start(0)
-    opened = []
-    monkeypatch.setattr(webbrowser, "open", lambda url: opened.append(url) or there)
-    assert main(["report", "--open", str(story.folder)]) == 0
-    assert opened == [(story.folder / PAGE).as_uri()]
-    assert (f"no browser; open {story.folder / PAGE}" in capsys.readouterr().out) is not there
-
-
-@pytest.mark.parametrize("verb", ["report", "status", "plot"])
-def test_to_look_at_runs_needs_no_torch_and_no_screen(run, verb):
+def test_to_look_at_runs_needs_no_torch_and_no_screen(run):
     code = (
-        "import sys; from megamix.cli import main; main(sys.argv[1:]); "
+        "import sys; from megamix.cli import main; "
+        "[main([verb, sys.argv[1]]) for verb in ('status', 'report', 'plot')]; "
         "print({'torch', 'matplotlib.pyplot'} & {*sys.modules})"
     )
-    ended = subprocess.run([sys.executable, "-c", code, verb, str(run)], capture_output=True, text=True, check=True)
+    ended = subprocess.run([sys.executable, "-c", code, str(run)], capture_output=True, text=True, check=True)
     assert ended.stdout.splitlines()[-1] == "set()"
 
 
-def test_the_status_of_runs_is_a_line_each(run, story, tmp_path, capsys, monkeypatch):
+def test_the_status_of_runs_is_a_line_each_and_a_folder_without_a_start_hides_none(
+    run, story, tmp_path, capsys, monkeypatch
+):
     other = _Story(tmp_path / "other")
     other.start(0)
-    other.row("end", 5, 0, "start", state="gave_up", reason="started 4 times\nand more", exit_status=3)
-    monkeypatch.setattr(time, "time", lambda: story.t + 143)
-    assert main(["status", str(run), str(other.folder)]) == 0
-    header, first, second = capsys.readouterr().out.splitlines()
-    assert header.split() == ["run", "state", "step", "loss", "tokens/s", "eta", "goodput", "reason"]
-    assert first.split() == [
-        "mine",
-        "running",
-        "20,100/1,000",
-        f"{2 + 9 / (99_999 if FULL else 20_099):.4f}",
-        "100,000",
-        *("2", "h", "00", "min"),
-        "50.1%",
-    ]
-    assert second.split() == ["other", "gave_up", "0/1,000", "0.0%", "started", "4", "times"]
-
-
-def test_a_folder_that_has_no_start_yet_hides_no_run(run, tmp_path, capsys):
+    other.end(5, 0, "gave_up", "start", "started 4 times\nand more")
     begun = tmp_path / "begun"
     begun.mkdir()
-    assert main(["status", str(begun), str(run)]) == 0
-    _, first, second = capsys.readouterr().out.splitlines()
-    assert first.split()[:2] == ["begun", "none"]
-    assert f"{begun} has no start in events.jsonl" in first
-    assert second.startswith("mine")
+    monkeypatch.setattr(time, "time", lambda: story.t + 143)
+    assert main(["status", str(begun), str(run), str(other.folder)]) == 0
+    header, none, first, second = (line.split() for line in capsys.readouterr().out.splitlines())
+    assert header == ["run", "state", "step", "loss", "tokens/s", "eta", "goodput", "reason"]
+    assert none[:2] == ["begun", "none"]
+    assert f"{begun} has no start in events.jsonl" in " ".join(none)
+    loss = f"{2 + 9 / (99_999 if FULL else 20_099):.4f}"
+    assert first == ["mine", "running", "20,100/1,000", loss, "100,000", "2", "h", "00", "min", "50.1%"]
+    assert second == ["other", "gave_up", "0/1,000", "0.0%", "started", "4", "times"]
 
 
-@pytest.mark.parametrize("cut", ["", "\0\0\0", '{"t": 1', '{"t": 1, "seconds": {"trai'])
+@pytest.mark.parametrize("cut", ["\0\0\0", '{"t": 1, "seconds": {"trai'])
 def test_a_row_that_a_kill_has_cut_is_left_out_and_so_are_losses_that_are_none(story, cut):
-    story.start(0)
-    story.trains(0, 100)
-    page = _page_of(story)
+    story.trains(0, 0, 100)
+    (story.folder / METRICS).write_text('{"step": 1, "train/loss": NaN}\n{"step": 2, "train/loss": Infinity}\n')
+    page = _page_of(story).partition("no sign of life for")[0]
     with (story.folder / EVENTS).open("a") as file:
         file.write(cut)
     (story.folder / HEARTBEAT).write_text(cut)
-    assert _page_of(story) == page
+    assert _page_of(story).partition("no sign of life for")[0] == page
     assert main(["status", str(story.folder)]) == 0
 
 
-def _page_of(story):
-    (story.folder / METRICS).write_text('{"step": 1, "train/loss": NaN}\n{"step": 2, "train/loss": Infinity}\n')
-    assert main(["report", str(story.folder)]) == 0
-    return (story.folder / PAGE).read_text().partition("no sign of life for")[0]
-
-
-def test_a_state_and_a_lost_row_break_no_page(story):
-    for t in (0, 200):
-        story.start(t)
-        story.row("first_step", 31, 1, seconds={"start": 20.0, "compile": 10.0, "trained": 1.0})
-        story.row("end", 142, 110, "trained", {"start": 20.0}, state="<b>", reason="", exit_status=1)
+def test_a_start_that_nobody_has_ended_was_killed_and_lost_rows_break_no_page(story):
+    story.start(0)
+    story.row("first_step", 31, 1, seconds=BEGIN | {"trained": 1.0})
+    story.row("end", 142, 110, "trained", {"start": 20.0}, state="failed", reason="", exit_status=1)
     story.start(400)
-    story.start(600)  # nobody has ended the one before
-    assert "<b>" not in _page_of(story)
-    assert read_goodput(story.folder).starts[2].state == "killed"
-
-
-def test_a_run_that_was_stopped_and_went_on_elsewhere_says_so_on_its_page(story):
-    for ranks, step in ((2, 0), (1, 100)):
-        story.start(2 * step, step, ranks=ranks)
-        story.trains(step, step + 100)
-        trained = {"start": 20.0, "compile": 10.0, "trained": 100.0}
-        story.row("end", 132, step + 100, "saving", trained, state="preempted", reason="asked to stop", exit_status=75)
-    page = _page_of(story)
-    assert "2 stops, 2 stopped on request" in page
-    assert "preempted" not in page
-    assert re.findall(r'<td title="ranks">(.*?)</td>', page) == ["1", "2"]  # the last start first
+    story.start(600)
+    assert "1 killed" in _page_of(story)
+    assert read_goodput(story.folder).starts[1].state == "killed"
 
 
 @pytest.mark.parametrize("verb", ["report", "status"])
 def test_a_folder_that_is_no_run_is_named_with_the_fix(tmp_path, capsys, verb):
-    assert main([verb, str(tmp_path)]) == 2
-    assert (
-        f"RUN: {tmp_path} has no start in events.jsonl; give the checkpoint.folder of a run" in capsys.readouterr().err
-    )
-    assert main([verb, str(tmp_path / "mien")]) == 2
-    assert f"RUN: {tmp_path}/mien is no folder; give" in capsys.readouterr().err
+    no_run = "has no start in events.jsonl; give the checkpoint.folder of a run"
+    for folder, told in ((tmp_path, no_run), (tmp_path / "mien", "is no folder; give")):
+        assert main([verb, str(folder)]) == 2
+        assert f"RUN: {folder} {told}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("seconds", ["0", "x", "1e9"])

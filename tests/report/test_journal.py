@@ -1,5 +1,6 @@
 """A run's events.jsonl is only ever continued: a killed start is closed by the next one with its last sign of life, a
-cut line harms no other, a full disk loses no row, and a start that was taken for dead adds nothing.
+cut line harms no other, a full disk loses no row, and a start that was taken for dead adds nothing. Its ledger counts
+each second into one bucket: attempts by their outcome, the wait for data, compiling, and an attempt that stood still.
 """
 
 import errno
@@ -12,7 +13,7 @@ import pytest
 
 from megamix.report import log_file
 from megamix.report.journal import BEAT_S, KILLED, Journal, Reached, read_beat, read_rows
-from megamix.report.ledger import COMPILE, Ledger, boot_s
+from megamix.report.ledger import COMPILE, SAVING, START, TRAINED, VALIDATION, Ledger, age_s, boot_s
 from megamix.run.run_folder import EVENTS, HEARTBEAT
 from megamix.supervise.status import RunStatus
 
@@ -34,6 +35,7 @@ def test_a_killed_start_is_closed_by_the_next_one_as_of_its_last_sign_of_life(tm
     with journal.beating():
         journal.ledger.enter(COMPILE)
     beat = read_beat(tmp_path)
+    assert (tmp_path / HEARTBEAT).stat().st_size == 1024  # always, so that it needs no new space
     before = (tmp_path / EVENTS).read_bytes()
     _begun(tmp_path)
     assert (tmp_path / EVENTS).read_bytes().startswith(before)
@@ -71,27 +73,15 @@ def test_a_last_line_that_was_cut_harms_no_other(tmp_path, torn):
     with (tmp_path / EVENTS).open("ab") as file:
         file.write(torn)
     _begun(tmp_path).tell("joined")
-    kinds = [(1, "start"), (1, "joined"), (1, "end"), (2, "start"), (2, "joined")]
-    assert _kinds(tmp_path) == kinds
-
-
-def test_rows_that_a_full_disk_does_not_take_are_written_later(tmp_path, caplog):
-    journal = _begun(tmp_path)
-    with mock.patch.object(log_file.os, "write", side_effect=OSError(errno.ENOSPC, "No space left on device")):
-        journal.tell("joined")
-    assert _kinds(tmp_path) == [(1, "start")]
-    journal.tell("loaded")
-    assert _kinds(tmp_path) == [(1, "start"), (1, "joined"), (1, "loaded")]
+    assert _kinds(tmp_path) == [(1, "start"), (1, "joined"), (1, "end"), (2, "start"), (2, "joined")]
 
 
 def test_an_end_on_a_full_disk_is_known_to_the_next_start(tmp_path):
     journal = _begun(tmp_path)
+    full = mock.patch.object(log_file.os, "write", side_effect=OSError(errno.ENOSPC, "No space left on device"))
     with journal.beating():
         pass
-    with (
-        mock.patch.object(log_file.os, "write", side_effect=OSError(errno.ENOSPC, "No space left on device")),
-        journal.beating(),
-    ):
+    with full, journal.beating():
         journal.tell("end", state="failed", reason="a checkpoint could not be saved\nand more", exit_status=1)
     _begun(tmp_path)
     end = read_rows(tmp_path)[1]
@@ -134,8 +124,65 @@ def test_another_rank_writes_nothing(tmp_path):
     assert [*tmp_path.iterdir()] == []
 
 
-def test_a_heartbeat_has_one_length(tmp_path):
-    journal = _begun(tmp_path)
-    with journal.beating():
-        pass
-    assert (tmp_path / HEARTBEAT).stat().st_size == 1024
+class _ByHand(Ledger):
+    """A ledger whose time passes by hand."""
+
+    def __init__(self):
+        self.now_s = 100.0
+        super().__init__(90.0, lambda: self.now_s)
+
+    def after(self, seconds):
+        self.now_s += seconds
+        return self
+
+    def first_attempts(self):
+        """Ten seconds of start, attempts of 5 s and 2 s, and the outcome of one of them."""
+        self.enter(COMPILE)
+        for took_s in (5.0, 2.0):
+            self.after(took_s).launched(took_s)
+        self.settle(applied=True, waited_s=0.0)
+
+
+def test_each_second_is_in_one_bucket():
+    ledger = _ByHand()
+    ledger.after(2).enter(START)
+    ledger.move(4.0, of=START, to=COMPILE)
+    ledger.first_attempts()
+    ledger.after(2).settle(applied=False, waited_s=0.5)
+    ledger.after(2).settle(applied=True, waited_s=0.75)
+    ledger.enter(VALIDATION)
+    ledger.after(3).enter(TRAINED)
+    ledger.enter(SAVING)
+    at_s, phase, seconds = ledger.after(1).read()
+    assert (at_s, phase) == (27.0, SAVING)
+    # The first attempt took 3 s longer than the second. Its 5 s were compiling until that was known.
+    assert seconds == {
+        "start": 8.0, "compile": 7.0, "trained": 4.0 + 1.75, "overflow": 1.5, "waiting": 0.75, "validation": 3.0
+    }  # fmt: skip
+    assert sum(seconds.values()) == at_s - 1.0  # which belongs to the save under way
+
+
+def test_an_attempt_that_stood_still_is_told_apart_from_a_slow_one():
+    ledger = _ByHand()
+    ledger.first_attempts()
+    for took_s in (2, 11, 2, 32):  # up to three times the usual and 5 s are no stall
+        ledger.after(took_s).settle(applied=True, waited_s=0.0)
+    seconds = ledger.read().seconds
+    usual_s = 0.9 * (0.9 * 2 + 0.1 * 11) + 0.1 * 2
+    assert seconds["stalled"] == round(32 - usual_s, 3)
+    assert seconds["trained"] == round(4 + 2 + 11 + 2 + usual_s, 3)
+
+
+def test_the_first_outcome_of_a_loop_that_waits_for_each_is_no_measure_of_an_attempt():
+    ledger = _ByHand()
+    ledger.enter(COMPILE)
+    for took_s in (8.0, 7.0):
+        ledger.after(took_s).launched(took_s)
+        ledger.settle(applied=True, waited_s=0.0)
+    assert "stalled" not in ledger.read().seconds
+
+
+def test_a_start_is_as_old_as_its_process():
+    age = age_s(os.getpid())
+    assert 0 < age < boot_s()
+    assert age_s(2**22 + 1) == 0.0

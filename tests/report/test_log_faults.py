@@ -1,15 +1,15 @@
 """A disk that is full, broken or out of inodes for a while loses a run no row; if it stays so, the run ends at a save
-with the true exit status. Removed logs are written anew; a later start doubles no row.
+with the true exit status. A log holds whole rows in order, whatever its disk does; lost ones are counted, a removed
+file is written anew, and a later start doubles no row.
 """
 
+import itertools
 import json
-import math
 import os
 import random
 import shutil
 import time
-from contextlib import contextmanager, suppress
-from unittest import mock
+from contextlib import suppress
 
 import pytest
 
@@ -17,16 +17,21 @@ from megamix.config import ConfigError
 from megamix.report import log_file
 from megamix.report.log_file import LogFile
 from megamix.supervise.status import SaveFailedError
-from tests.builders import run_on_ranks, tiny_job
+from tests.builders import tiny_job
 from tests.conftest import FULL as MANY
 from tests.train.broken_disk import BROKEN, FULL, NO_INODES, broken_disk
-from tests.train.outcome import differences, end_of, metrics_of
-from tests.train.recorded import Crash, Record, attempts_recorded, crash_contained, overflows_injected
+from tests.train.outcome import differences, end_of
+from tests.train.recorded import run_recorded
 
-TRIALS = range(20 if MANY else 1)  # trials of each fault
-FAULTS = [(FULL,), (BROKEN,), (NO_INODES,)] if MANY else [(FULL, BROKEN, NO_INODES)]  # one after the other
-STEPS = 10
-BAD_SAMPLE = 41  # in the sixth batch, which is set aside
+STORIES = 2000 if MANY else 20
+
+
+def _log(folder):
+    return LogFile(lambda: folder / "log")
+
+
+def _rows(count):
+    return [f"row {number}\n".encode() for number in range(count)]
 
 
 @pytest.fixture(autouse=True)
@@ -34,22 +39,113 @@ def no_waiting(monkeypatch):
     monkeypatch.setattr(log_file, "LAST_WAIT_S", 0.0)
 
 
-def _config(folder, data, **sections):
-    own = {
-        "model": {"num_layers": 1},
-        "precision": {"loss_scale": {"init_scale": 2.0**10}, "max_retries": 1},
-        "training": {"steps": STEPS, "eval_interval": 4, "micro_batch_size": 8},
-        "checkpoint": {"save_interval": 3, "async_save": False, "max_restarts": 1000},
-        "metrics": {"precision_interval": 2, "log_interval": 1},
-    }
-    return tiny_job(folder, own, tokens=data, **sections)
+@pytest.mark.parametrize("seed", range(0, STORIES, 20))
+def test_no_row_is_lost_torn_or_doubled_by_a_disk_that_takes_it_later(tmp_path, seed):
+    for number in range(seed, seed + 20):
+        story, folder = random.Random(number), tmp_path / str(number)
+        rows = _rows(20)
+        with broken_disk(folder) as disk:
+            log = _log(folder)
+            for row in rows:
+                disk.fault, disk.room = story.choice([FULL, BROKEN, None, None]), story.randrange(12)
+                log.append(row)
+                written = (folder / "log").read_bytes() if (folder / "log").exists() else b""
+                # A reader finds whole rows at this moment, from the first on.
+                assert written == b"".join(rows[: written.count(b"\n")])
+                assert log.size() == len(b"".join(rows[: rows.index(row) + 1]))
+            disk.fault = None
+            log.close()
+        assert (folder / "log").read_bytes() == b"".join(rows)
 
 
-def _run(config, before=lambda plan: None):
-    """Run the job, with an overflow that sets a batch aside. `before`: called before each attempt."""
-    record = Record()
-    with attempts_recorded(record, before), overflows_injected(record, frozenset({2}), frozenset({BAD_SAMPLE})):
-        run_on_ranks(config)
+def test_a_trouble_is_told_once_with_its_file_and_again_when_it_is_over(tmp_path, caplog):
+    with broken_disk(tmp_path) as disk:
+        log = _log(tmp_path)
+        log.append(b"0\n")
+        disk.fault = FULL
+        for row in (b"1\n", b"2\n", b"3\n"):
+            log.append(row)
+        disk.fault = None
+        log.append(b"4\n")
+        log.close()
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{tmp_path}/log NOT written: No space left on device; the run goes on, and its rows are held back",
+        f"{tmp_path}/log is written again: 4 rows were late, 0 are lost",
+    ]
+
+
+def test_what_is_held_back_is_bounded_and_what_is_lost_is_counted(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(log_file, "HELD_BYTES", 14)
+    with broken_disk(tmp_path) as disk:
+        log = _log(tmp_path)
+        disk.fault = BROKEN
+        for row in _rows(5):  # 6 bytes each
+            log.append(row)
+        assert log.size() == 12
+        disk.fault = None
+        log.append(b"the last\n")
+        assert caplog.messages[-1].endswith("log is written again: 6 rows were late, 3 are lost")
+    assert (tmp_path / "log").read_bytes() == b"row 3\nrow 4\nthe last\n"
+
+
+def test_what_the_disk_never_takes_is_counted_at_the_end(tmp_path, caplog):
+    with broken_disk(tmp_path) as disk:
+        log = _log(tmp_path)
+        disk.fault = NO_INODES
+        for row in _rows(3):
+            log.append(row)
+        log.close()
+    assert caplog.messages[-1] == f"{tmp_path}/log: the last 3 rows could not be written and are lost"
+
+
+@pytest.mark.parametrize("with_its_folder", [False, True])
+def test_a_file_that_vanished_is_made_anew_and_told(tmp_path, caplog, with_its_folder):
+    path = tmp_path / "run/log"
+    log = _log(path.parent)
+    log.append(b"1\n")
+    shutil.rmtree(path.parent) if with_its_folder else path.unlink()
+    log.append(b"2\n")
+    log.close()
+    assert path.read_bytes() == b"2\n"
+    assert caplog.messages == [f"{path} was removed while the run goes on; it is created again"]
+
+
+def test_a_file_that_was_emptied_or_edited_goes_on(tmp_path):
+    path = tmp_path / "log"
+    log = _log(tmp_path)
+    log.append(b"1\n")
+    os.truncate(path, 0)
+    log.append(b"2\n")
+    edited = tmp_path / "edited"
+    edited.write_bytes(b"2 and a note\n")
+    edited.rename(path)  # editors save like this
+    log.append(b"3\n")
+    log.close()
+    assert path.read_bytes() == b"2 and a note\n3\n"
+
+
+def test_a_new_file_begins_with_its_head(tmp_path):
+    numbers = itertools.count()
+    log = LogFile(lambda: tmp_path / str(next(numbers)), head=b"head ")
+    log.append(b"1\n")
+    log.append(b"2\n")
+    log.path.unlink()
+    log.append(b"3\n")
+    log.close()
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"head 3\n"]
+
+
+TRIALS = range(20 if MANY else 1)  # trials of each fault
+FAULTS = [(FULL,), (BROKEN,), (NO_INODES,)] if MANY else [(FULL, BROKEN, NO_INODES)]  # one after the other
+STEPS = 10
+
+
+def _run(folder, data, before=lambda plan: None, crash_at=None, **settings):
+    """Run the job, with an overflow, and with a sample of the sixth batch that sets it aside."""
+    own = {"num_layers": 1, "max_retries": 1, "steps": STEPS, "eval_interval": 4, "micro_batch_size": 8}
+    own |= {"save_interval": 3, "async_save": False, "max_restarts": 1000, "precision_interval": 2, "log_interval": 1}
+    job = tiny_job(folder, tokens=data, **own | settings)
+    run_recorded(job, frozenset({2}), frozenset({41}), before=before, crash_at=crash_at)
 
 
 def _all_of(folder):
@@ -57,15 +153,14 @@ def _all_of(folder):
     return {**end_of(folder), "set aside": (folder / "run/set_aside.jsonl").read_text()}
 
 
-def _status(folder):
-    values = json.loads((folder / "run/status.json").read_text())
-    return values
+def _state(folder):
+    return json.loads((folder / "run/status.json").read_text())["state"]
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, data):
     folder = tmp_path_factory.mktemp("whole")
-    _run(_config(folder, data))
+    _run(folder, data)
     ended = _all_of(folder)
     assert [row["step"] for row in ended["metrics"] if "train/loss" in row] == list(range(1, STEPS + 1))
     assert ended["set aside"].count("\n") == 1
@@ -91,78 +186,41 @@ def test_a_disk_that_fails_for_a_while_costs_no_row(tmp_path, data, whole, fault
         at = [start := rng.randrange(5), start + 6]
     changes = dict(zip(at, [change for fault in faults for change in (fault, None)], strict=True))
     with broken_disk(tmp_path / "run") as disk:
-        config = _config(tmp_path, data, metrics={"tensorboard": True})
-        _run(config, _fails(disk, changes, room=rng.randrange(300)))
+        _run(tmp_path, data, _fails(disk, changes, room=rng.randrange(300)), tensorboard=True)
         assert disk.refused
     assert differences(_all_of(tmp_path), whole) == []
-    assert _status(tmp_path)["state"] == "finished"
+    assert _state(tmp_path) == "finished"
 
 
-@pytest.mark.parametrize("policy", ["continue", "stop"])
-def test_on_a_disk_that_is_full_for_good_it_goes_on_until_a_save_is_due(tmp_path, data, capsys, policy):
-    config = _config(tmp_path, data, checkpoint={"on_save_failure": policy})
+@pytest.mark.parametrize(("policy", "updates"), [("continue", STEPS), ("stop", 7)])  # asked at the save after update 6
+def test_on_a_disk_that_is_full_for_good_it_goes_on_until_a_save_is_due(tmp_path, data, capsys, policy, updates):
     with broken_disk(tmp_path / "run") as disk, pytest.raises(SaveFailedError):
-        _run(config, _fails(disk, {4: FULL}, room=100))
-    assert _status(tmp_path)["state"] == "running"  # the status from before the disk was full
+        _run(tmp_path, data, _fails(disk, {4: FULL}, room=100), on_save_failure=policy)
+    assert _state(tmp_path) == "running"  # the status from before the disk was full
     (words,) = [line for line in capsys.readouterr().err.splitlines() if "status.json NOT written" in line]
-    updates = STEPS if policy == "continue" else 7  # asked to leave at the save after update 6
     assert f"NOT written: [Errno 28] No space left on device: '{tmp_path / 'run/status.json'}" in words
     assert f"the run ended as failed (exit status 1) after update {updates}: the last checkpoint could not be" in words
     assert f"No space left on device: '{tmp_path / 'run/checkpoints'}" in words
 
 
-def _remove_tensorboard(run):
-    shutil.rmtree(run / "tensorboard")
-
-
-def _remove_metrics(run):
-    (run / "metrics.jsonl").unlink()
-
-
-def _remove_all(run):
-    shutil.rmtree(run)
-
-
-REMOVALS = [_remove_tensorboard, _remove_metrics, _remove_all]
-
-
-@pytest.mark.parametrize("removals", [(remove,) for remove in REMOVALS] if MANY else [REMOVALS])
-@pytest.mark.parametrize("trial", TRIALS)
-def test_logs_that_somebody_removes_are_made_anew(tmp_path, data, whole, caplog, removals, trial):
-    at = sorted(random.Random(trial).sample(range(3, STEPS), len(removals)))
-
-    def before(plan):
-        if plan.launched in at:
-            removals[at.index(plan.launched)](tmp_path / "run")
-
-    _run(_config(tmp_path, data, metrics={"tensorboard": True}), before)
-    ended = end_of(tmp_path)
-    rows = len(ended["metrics"])
-    assert ended["metrics"] == whole["metrics"][-rows:]
-    assert rows == len(whole["metrics"]) or removals != (_remove_tensorboard,)
-    assert ended["files"] == whole["files"]
-    assert list((tmp_path / "run/tensorboard").iterdir())
-    assert any("was removed while the run goes on; it is created again" in line for line in caplog.messages)
-
-
-@contextmanager
-def _killed():
-    """Rows that are held back die with the process."""
-    with mock.patch.object(LogFile, "close", lambda log, *, waits=True: None), crash_contained():
-        yield
-
-
-def test_rows_that_were_late_at_a_save_are_kept_by_the_next_start(tmp_path, data, whole):
-    with broken_disk(tmp_path / "run", only=".jsonl") as disk, _killed():
-        fails = _fails(disk, {4: FULL, 8: None}, room=50)  # the save after update 6 comes while rows wait
+def _killed(folder, data, monkeypatch, crash_at, faults, room=0, removed=False):
+    """Run the job until it is killed, on a disk that fails: rows that are held back die with the process."""
+    with broken_disk(folder / "run", only=".jsonl") as disk, monkeypatch.context() as dead:
+        dead.setattr(LogFile, "close", lambda log, *, waits=True: None)
+        fails = _fails(disk, faults, room)
 
         def before(plan):
             fails(plan)
-            if plan.launched == 10:
-                raise Crash
+            if plan.launched == 9 and removed:
+                (folder / "run/metrics.jsonl").unlink()
 
-        _run(_config(tmp_path, data), before)
-    _run(_config(tmp_path, data))
+        _run(folder, data, before, crash_at)
+
+
+def test_rows_that_were_late_at_a_save_are_kept_by_the_next_start(tmp_path, data, whole, monkeypatch):
+    # The save after update 6 comes while rows wait.
+    _killed(tmp_path, data, monkeypatch, 10, {4: FULL, 8: None}, room=50)
+    _run(tmp_path, data)
     assert differences(_all_of(tmp_path), whole) == []
 
 
@@ -170,19 +228,9 @@ def test_rows_that_were_late_at_a_save_are_kept_by_the_next_start(tmp_path, data
 def test_a_start_after_rows_were_lost_doubles_none(tmp_path, data, whole, monkeypatch, how):
     if "lost" in how:
         monkeypatch.setattr(log_file, "HELD_BYTES", 700)
-
-    with broken_disk(tmp_path / "run", only=".jsonl") as disk, _killed():
-        fails = _fails(disk, {4: BROKEN} if how == "never written" else {4: BROKEN, 9: None})
-
-        def before(plan):
-            fails(plan)
-            if plan.launched == 9 and "removed" in how:
-                (tmp_path / "run/metrics.jsonl").unlink()
-            if plan.launched == 11:
-                raise Crash
-
-        _run(_config(tmp_path, data), before)
-    _run(_config(tmp_path, data))
+    faults = {4: BROKEN} if how == "never written" else {4: BROKEN, 9: None}
+    _killed(tmp_path, data, monkeypatch, 11, faults, removed="removed" in how)
+    _run(tmp_path, data)
     ended = end_of(tmp_path)
     assert ended["files"] == whole["files"]
     left = iter(whole["metrics"])
@@ -195,15 +243,14 @@ def test_a_folder_that_cannot_be_written_is_refused_at_the_start(tmp_path, data)
     with broken_disk(tmp_path / "run") as disk:
         disk.fault = FULL
         with pytest.raises(ConfigError, match="No space left on device"):
-            _run(_config(tmp_path, data))
+            _run(tmp_path, data)
 
 
 def test_a_trace_that_cannot_be_written_is_told(tmp_path, data, capsys):
-    config = _config(tmp_path, data, profiling={"start_step": 1, "num_steps": 1})
     (tmp_path / "run/trace_rank0.json").mkdir(parents=True)
-    _run(config)
+    _run(tmp_path, data, profiling={"start_step": 1, "num_steps": 1})
     assert f"{tmp_path / 'run/trace_rank0.json'} NOT written: [Errno 21] Is a directory" in capsys.readouterr().out
-    assert _status(tmp_path)["state"] == "finished"
+    assert _state(tmp_path) == "finished"
 
 
 @pytest.fixture
@@ -218,52 +265,35 @@ def small_disk(tmp_path):
 
 
 def _fill_bytes(ballast):
-    with suppress(OSError), (ballast / "bytes").open("wb", buffering=0) as file:
+    with (ballast / "bytes").open("wb", buffering=0) as file:
         while True:
             file.write(bytes(4096))
 
 
 def _fill_inodes(ballast):
-    with suppress(OSError):
-        for number in range(1000):
-            (ballast / str(number)).touch()
+    for number in range(1000):
+        (ballast / str(number)).touch()
 
 
 @pytest.mark.parametrize("trial", TRIALS)
 @pytest.mark.parametrize(
     ("fill", "seconds"), [(_fill_bytes, 0.2), (_fill_inodes, 0.2), *([(_fill_bytes, 2.0)] if MANY else [])]
 )
-def test_a_real_disk_that_is_full_for_a_while_costs_no_row(small_disk, tmp_path, data, whole, fill, seconds, trial):
+def test_a_real_disk_that_is_full_for_a_while_costs_no_row(small_disk, data, whole, fill, seconds, trial):
     start = random.Random(trial).randrange(7)
     ballast = small_disk / "ballast"
     ballast.mkdir()
-    full_s = math.inf  # time since when it is full
+    full_s = 0.0  # time since when it is full
 
     def before(plan):
         nonlocal full_s
         if plan.launched == start:
-            fill(ballast)
+            with suppress(OSError):
+                fill(ballast)
             full_s = time.monotonic()
         if plan.launched == start + 6:  # 6 of 13 attempts: all rows of several steps come while it is full
             time.sleep(max(0.0, full_s + seconds - time.monotonic()))
             shutil.rmtree(ballast)
 
-    _run(_config(small_disk, data, metrics={"tensorboard": True}), before)
+    _run(small_disk, data, before, tensorboard=True)
     assert differences(_all_of(small_disk), whole) == []
-
-
-@pytest.mark.parametrize("trial", TRIALS)
-def test_a_real_disk_that_is_full_for_good(small_disk, data, whole, capsys, trial):
-    start = random.Random(trial).randrange(STEPS - 1)
-    ballast = small_disk / "ballast"
-    ballast.mkdir()
-
-    def before(plan):
-        if plan.launched >= start:
-            _fill_bytes(ballast)
-
-    with pytest.raises(SaveFailedError):
-        _run(_config(small_disk, data, metrics={"tensorboard": True}), before)
-    kept = metrics_of(small_disk)
-    assert kept == whole["metrics"][: len(kept)]
-    assert "the run ended as failed (exit status 1) after update 10: the last checkpoint" in capsys.readouterr().err

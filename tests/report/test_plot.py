@@ -12,8 +12,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from megamix.cli import main
-from megamix.config import load_config
-from megamix.report.history import DRAWN, HeatMap, Series, read_history
+from megamix.report.history import read_history
 from megamix.report.metrics import MetricsWriter, load_tags
 from megamix.report.plot import figures
 from tests.report.test_metrics import LAYER
@@ -23,13 +22,8 @@ def layer(number, headroom=3.0):
     return replace(LAYER, unscaled_below_share=number, headroom=headroom, hidden_update_share=2 * number)
 
 
-@pytest.fixture
-def run(tmp_path):
-    """Write an FP16 run with two overflows, two validations and two examined steps, the second of them an overflow."""
-    return _write_run(tmp_path / "mine")
-
-
 def _write_run(folder):
+    """Write an FP16 run with two overflows, two validations and two examined steps, the second of them an overflow."""
     with MetricsWriter(folder, tensorboard=False) as writer:
         writer.write(1, {"loss_scale": 2.0**24, "skipped_steps": 1})
         rates = {"lr": 0.25, "grad_norm": 2.0, "tokens_per_s": 1000.0}
@@ -44,25 +38,20 @@ def _write_run(folder):
     return folder
 
 
-def test_every_row_finds_its_place(run):
-    history = read_history(run)
-    assert history.loss == Series([10, 30], [7.0, 5.0])
-    assert history.valid_loss == Series([10, 30], [6.5, 5.5])
-    assert history.lr == Series([10], [0.25])
-    assert history.grad_norm == Series([10], [2.0])
-    assert history.tokens_per_s == Series([10], [1000.0])
-    assert history.loss_scale == Series([1, 10, 13, 20, 30], [2.0**24, *[2.0**23] * 2, *[2.0**22] * 2])
-    assert history.overflows == Series([1, 13], [2.0**24, 2.0**23])
-    assert (*history.precision,) == DRAWN
-    assert history.precision["unscaled_below_share"] == HeatMap(
-        ["embedding", "blocks.0"], [10, 20], [[0.01, 0.03], [0.02, 0.04]]
-    )
-    headroom = history.precision["headroom"].values
-    assert (headroom[0], headroom[1][0]) == ([3.0, 3.0], 3.0)
-    assert math.isnan(headroom[1][1])
+@pytest.fixture
+def run(tmp_path):
+    return _write_run(tmp_path / "mine")
 
 
-def test_the_load_of_experts_is_drawn_of_the_last_counts(run, capsys):
+@pytest.fixture
+def drawn(monkeypatch):
+    """Return the figures that are saved from now on."""
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **keys: figures.append(figure))
+    return figures
+
+
+def test_the_load_of_experts_is_drawn_of_the_last_counts(run):
     assert read_history(run).loads == {}
     counts = {"blocks.0": [0.0, 2.0], "blocks.1": [3.0, 1.0, 1.0, 3.0]}
     with MetricsWriter(run, tensorboard=False) as writer:
@@ -76,44 +65,48 @@ def test_the_load_of_experts_is_drawn_of_the_last_counts(run, capsys):
     (mesh,) = axes.collections
     want = [0.0, 2.0, math.nan, math.nan, 1.5, 0.5, 0.5, 1.5]
     assert mesh.get_array().filled(math.nan).flatten().tolist() == pytest.approx(want, nan_ok=True)
+
+
+def test_a_foreign_name_that_looks_like_one_of_ours_is_left_out(run, drawn):
+    path, whole = run / "metrics.jsonl", read_history(run)
+    foreign = (
+        '{"step": 30, "precision/mine/embedding": 1.0}\n{"step": 9, "load/counts/a": 1}\n'
+        '{"step": 1, "precision/a": 1}\n'
+    )
+    path.write_text(foreign + path.read_text())
+    assert str(read_history(run)) == str(whole)
     assert main(["plot", str(run)]) == 0
-    assert f"{run / 'load.png'}\n" in capsys.readouterr().out
-
-
-def test_a_foreign_name_that_looks_like_one_of_ours_is_left_out(run, capsys):
-    for row in (
-        '{"step": 1, "precision/mine": 1.0}',
-        '{"step": 30, "precision/mine/embedding": 1.0}',
-        '{"step": 9, "load/counts/a": 1}',
-    ):
-        rows = (run / "metrics.jsonl").read_text()
-        (run / "metrics.jsonl").write_text(f"{row}\n{rows}")
-    assert read_history(run).precision["headroom"].layers == ["embedding", "blocks.0"]
+    path.write_text('{"step": 1, "precision/mine": 1.0}\n{"step": 2, "train/loss": 7.0}\n')
     assert main(["plot", str(run)]) == 0
-    (run / "metrics.jsonl").write_text('{"step": 1, "precision/mine": 1.0}\n{"step": 2, "train/loss": 7.0}\n')
-    assert main(["plot", str(run)]) == 0, capsys.readouterr().err
 
 
-def test_what_is_drawn_is_what_was_read(run):
-    history = read_history(run)
-    drawn = figures(history)
-    curves = {axes.get_title(loc="left"): axes.lines[0].get_xydata().tolist() for axes in drawn["curves"].axes}
-    assert curves == {"learning rate": [[10, 0.25]], "gradient norm": [[10, 2]], "tokens/s": [[10, 1e3]]}
+def _points(line):
+    return [tuple(point) for point in line.get_xydata().tolist()]
+
+
+def test_every_row_is_drawn_in_its_place(run):
+    drawn = figures(read_history(run))
+    curves = {axes.get_title(loc="left"): _points(axes.lines[0]) for axes in drawn["curves"].axes}
+    assert curves == {"learning rate": [(10, 0.25)], "gradient norm": [(10, 2)], "tokens/s": [(10, 1e3)]}
     training, validation = drawn["loss"].axes[0].lines
-    assert training.get_xydata().tolist() == [[10, 7.0], [30, 5.0]]
-    assert validation.get_xydata().tolist() == [[10, 6.5], [30, 5.5]]
+    assert _points(training) == [(10, 7.0), (30, 5.0)]
+    assert _points(validation) == [(10, 6.5), (30, 5.5)]
     scale, overflows = drawn["loss"].axes[1].lines
-    assert scale.get_xydata().tolist()[2:4] == [[13, 2.0**23], [20, 2.0**22]]
+    assert _points(scale) == [(1, 2.0**24), (10, 2.0**23), (13, 2.0**23), (20, 2.0**22), (30, 2.0**22)]
     assert scale.get_drawstyle() == "steps-pre"  # it falls at the overflow, not at the next line of the log
-    assert overflows.get_xydata().tolist() == [[1, 2.0**24], [13, 2.0**23]]
+    assert _points(overflows) == [(1, 2.0**24), (13, 2.0**23)]
     maps, bars = drawn["range"].axes[:3], drawn["range"].axes[3:]
     assert [bar.get_ylabel() for bar in bars] == ["% of elements", "octaves", "% of updates"]
-    for axes, name, factor in zip(maps, DRAWN, (100, 1, 100), strict=True):
+    # By layer and step: the share below FP16's numbers, headroom, and hidden updates.
+    for axes, values in zip(maps, ([1, 3, 2, 4], [3, 3, 3, math.nan], [2, 6, 4, 8]), strict=True):
         (mesh,) = axes.collections
-        flat = [factor * value for values in history.precision[name].values for value in values]
-        assert mesh.get_array().filled(math.nan).flatten().tolist() == pytest.approx(flat, nan_ok=True)
+        assert mesh.get_array().filled(math.nan).flatten().tolist() == pytest.approx(values, nan_ok=True)
         assert [label.get_text() for label in axes.get_yticklabels()] == ["embedding", "blocks.0"]
         assert [label.get_text() for label in axes.get_xticklabels()] == ["10", "20"]
+
+
+def _legend(axes):
+    return [text.get_text() for text in axes.get_legend().get_texts()]
 
 
 def test_a_step_from_which_the_run_went_on_is_a_line_in_each_panel(run):
@@ -123,20 +116,18 @@ def test_a_step_from_which_the_run_went_on_is_a_line_in_each_panel(run):
     for axes in (drawn["loss"].axes[0], *drawn["curves"].axes):
         (line,) = (line for line in axes.lines if line.get_linestyle() == ":")
         assert [*line.get_xdata()] == [30, 30]
-    assert _legend(run) == ["training", "validation", "resumed"]
-
-
-def _legend(folder):
-    axes = figures(read_history(folder))["loss"].axes[0]
-    return [text.get_text() for text in axes.get_legend().get_texts()]
+    assert _legend(drawn["loss"].axes[0]) == ["training", "validation", "resumed"]
 
 
 def test_no_heat_map_of_one_column_and_nothing_that_is_not_there_is_drawn(tmp_path):
     with MetricsWriter(tmp_path, tensorboard=False) as writer:
-        writer.write(10, {"loss": 7.0})
+        writer.write(3, {"loss_scale": 1.0, "skipped_steps": 1})  # an overflow in BF16, without a scale
+        writer.write(10, {"loss": 7.0, "loss_scale": None, "skipped_steps": 1})
         writer.write_precision(10, {"embedding": layer(0.01)})
-    assert _legend(tmp_path) == ["training"]
-    assert [*figures(read_history(tmp_path))] == ["loss", "curves"]
+    drawn = figures(read_history(tmp_path))
+    assert [*drawn] == ["loss", "curves"]
+    (axes,) = drawn["loss"].axes
+    assert _legend(axes) == ["training"]
 
 
 def test_communication_is_drawn_of_a_profiled_attempt_whose_gathers_are_beside_the_next(run):
@@ -154,7 +145,7 @@ def test_communication_is_drawn_of_a_profiled_attempt_whose_gathers_are_beside_t
     assert len(axes.patches) == 2 * 2 * 2
     bars = {(bar.get_x(), bar.get_width()) for bar in axes.patches}
     assert bars == {(500.0, 250.0), (500.0, 1250.0), (625.0, 125.0)}
-    assert "waited for all-gather: 250.0 ms" in [text.get_text() for text in axes.get_legend().get_texts()]
+    assert "waited for all-gather: 250.0 ms" in _legend(axes)
 
 
 def test_the_command_leaves_pngs_in_the_run_s_folder(run, capsys):
@@ -164,10 +155,8 @@ def test_the_command_leaves_pngs_in_the_run_s_folder(run, capsys):
     assert struct.unpack(">II", (run / "loss.png").read_bytes()[16:24]) == (1104, 403)
 
 
-def test_several_runs_are_drawn_in_one_picture(run, tmp_path, capsys, monkeypatch):
+def test_several_runs_are_drawn_in_one_picture_and_one_that_is_given_twice_once(run, tmp_path, capsys, drawn):
     other, alike = _write_run(tmp_path / "other"), _write_run(tmp_path / "elsewhere/mine")
-    drawn = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **keys: drawn.append(figure))
     for runs, names in (((run, other), ["mine", "other"]), ((run, alike), [str(run), str(alike)])):
         assert main(["plot", *map(str, runs)]) == 0
         assert capsys.readouterr().out == f"{run / 'compared.png'}\n"
@@ -175,37 +164,16 @@ def test_several_runs_are_drawn_in_one_picture(run, tmp_path, capsys, monkeypatc
             lines = [line for line in axes.lines if line.get_linestyle() != "None"]
             assert [line.get_label() for line in lines] == names
             assert len({line.get_color() for line in lines}) == 2
-
-
-def test_a_run_that_is_given_twice_is_drawn_once(run, capsys):
     assert main(["plot", str(run), f"{run}/../{run.name}"]) == 0
     assert "compared" not in capsys.readouterr().out
 
 
-def test_names_that_matplotlib_reads_otherwise_are_shown(tmp_path, monkeypatch):
-    runs = [_write_run(tmp_path / name) for name in ("$a_$", "_b")]
-    assert main(["plot", *map(str, runs)]) == 0
-    assert main(["plot", str(runs[0])]) == 0
-    drawn = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **keys: drawn.append(figure))
-    assert main(["plot", *map(str, runs)]) == 0
-    texts = [text.get_text() for text in drawn[0].axes[0].get_legend().get_texts()]
-    assert texts == [r"\$a_\$", "validation", "\u200b_b"]
+def test_names_that_matplotlib_reads_otherwise_are_shown(tmp_path, drawn):
+    assert main(["plot", *(str(_write_run(tmp_path / name)) for name in ("$a_$", "_b"))]) == 0
+    assert _legend(drawn[0].axes[0]) == [r"\$a_\$", "validation", "\u200b_b"]
 
 
-def test_the_quickstart_s_heat_maps_have_many_columns():
-    config = load_config(Path(__file__).parents[2] / "configs/quickstart.toml")
-    assert config.training.steps // config.metrics.precision_interval >= 10
-
-
-def test_a_run_without_a_scale_has_no_panel_for_one(tmp_path):
-    with MetricsWriter(tmp_path, tensorboard=False) as writer:
-        writer.write(3, {"loss_scale": 1.0, "skipped_steps": 1})  # an overflow in BF16
-        writer.write(10, {"loss": 7.0, "loss_scale": None, "skipped_steps": 1})
-    assert len(figures(read_history(tmp_path))["loss"].axes) == 1
-
-
-@pytest.mark.parametrize("line", ['{"step": 40, "train/lo', "[" * 100_000, '{"st', "[2]", '{"train/loss": 1}'])
+@pytest.mark.parametrize("line", ['{"step": 40, "train/lo', "[2]", '{"train/loss": 1}'])
 def test_a_line_that_no_run_has_written_whole_is_left_out(run, line):
     whole = read_history(run)
     rows = (run / "metrics.jsonl").read_text()
@@ -213,7 +181,7 @@ def test_a_line_that_no_run_has_written_whole_is_left_out(run, line):
     assert str(read_history(run)) == str(whole)  # compared as text, for NaN is not equal to itself
 
 
-@pytest.mark.parametrize("text", [None, "", '{"step"', '{"step": 1, "train/loss": null}\n'])
+@pytest.mark.parametrize("text", [None, "", '{"step": 1, "train/loss": null}\n'])
 def test_what_cannot_be_drawn_is_named(tmp_path, capsys, text):
     if text is not None:
         (tmp_path / "metrics.jsonl").write_text(text)
@@ -226,6 +194,5 @@ def test_what_cannot_be_drawn_is_named(tmp_path, capsys, text):
 def test_matplotlib_that_is_not_installed_is_answered_with_the_pip_line(run, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["plot", str(run)]) == 2
-    assert (
-        "package 'matplotlib' is not installed; run pip install -e '.[plot]' in the checkout" in capsys.readouterr().err
-    )
+    told = "package 'matplotlib' is not installed; run pip install -e '.[plot]' in the checkout"
+    assert told in capsys.readouterr().err

@@ -52,10 +52,14 @@ def test_most_runs_of_ranks_alike_name_nobody_however_their_times_vary():
         assert sum(map(bool, runs)) <= most
 
 
+def _told(places, slow, intervals=5, seed=3):
+    rule = SlowRanks(places)
+    return {one.words for one in _judged(rule, len(places), slow, np.random.default_rng(seed), intervals)}
+
+
 def test_three_slow_intervals_at_the_start_of_a_run_name_nobody():
-    rule, rng = SlowRanks(_places(1, 2)), np.random.default_rng(9)
-    assert _judged(rule, 2, {1: 1.3}, rng, 4) == []
-    assert _judged(rule, 2, {1: 1.3}, rng, 1)
+    assert _told(_places(1, 2), {1: 1.3}, 4, seed=9) == set()
+    assert _told(_places(1, 2), {1: 1.3}, 5, seed=9)
 
 
 def test_a_rank_that_is_fast_again_is_no_longer_named():
@@ -65,29 +69,16 @@ def test_a_rank_that_is_fast_again_is_no_longer_named():
     assert _judged(rule, 4, {}, rng, 5) == []
 
 
-def test_a_slow_node_is_named_as_a_node_and_its_ranks_are_not():
-    rule = SlowRanks(_places(2, 8))
-    verdicts = _judged(rule, 16, dict.fromkeys(range(8, 16), 1.3), np.random.default_rng(3), 5)
-    assert {one.words for one in verdicts} == {"node n1, ranks 8 to 15,"}
-
-
-def test_a_slow_rank_is_named_with_its_node():
-    rule = SlowRanks(_places(2, 2))
-    verdicts = _judged(rule, 4, {2: 1.9}, np.random.default_rng(4), 5)
-    assert {one.words for one in verdicts} == {"rank 2 on n1"}
+def test_a_slow_rank_is_named_with_its_node_a_slow_node_and_ranks_that_wait_for_each_other_as_one():
+    assert _told(_places(2, 2), {2: 1.9}) == {"rank 2 on n1"}
+    assert _told(_places(2, 8), dict.fromkeys(range(8, 16), 1.3)) == {"node n1, ranks 8 to 15,"}
+    groups = [RankPlace("n0", 0, rank // 2) for rank in range(4)]
+    assert _told(groups, {2: 1.3, 3: 1.3}) == {"ranks 2, 3 on n0"}
 
 
 def test_stages_of_a_pipeline_are_compared_within_themselves():
-    rng, places = np.random.default_rng(5), [RankPlace("n0", rank // 3, rank % 3) for rank in range(6)]
+    places = [RankPlace("n0", rank // 3, rank % 3) for rank in range(6)]
     heavier = dict.fromkeys(range(3, 6), 2.0)  # the work of the second stage
-    assert _judged(SlowRanks(places), 6, heavier, rng, 10) == []
-    verdicts = _judged(SlowRanks(places), 6, heavier | {1: 1.4}, rng, 5)
-    assert {one.words for one in verdicts} == {"rank 1 on n0"}
-    alone = SlowRanks([RankPlace("n0", 0, 0), RankPlace("n1", 1, 0)])
-    assert not alone.compares
-
-
-def test_ranks_that_wait_for_each_other_in_a_forward_are_named_together():
-    places = [RankPlace("n0", 0, rank // 2) for rank in range(4)]
-    verdicts = _judged(SlowRanks(places), 4, {2: 1.3, 3: 1.3}, np.random.default_rng(6), 5)
-    assert {one.words for one in verdicts} == {"ranks 2, 3 on n0"}
+    assert _told(places, heavier, 10) == set()
+    assert _told(places, heavier | {1: 1.4}) == {"rank 1 on n0"}
+    assert not SlowRanks([RankPlace("n0", 0, 0), RankPlace("n1", 1, 0)]).compares
