@@ -8,8 +8,6 @@ import json
 import os
 import random
 import shutil
-import time
-from contextlib import suppress
 
 import pytest
 
@@ -251,49 +249,3 @@ def test_a_trace_that_cannot_be_written_is_told(tmp_path, data, capsys):
     _run(tmp_path, data, profiling={"start_step": 1, "num_steps": 1})
     assert f"{tmp_path / 'run/trace_rank0.json'} NOT written: [Errno 21] Is a directory" in capsys.readouterr().out
     assert _state(tmp_path) == "finished"
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """Yield a folder with a disk of its own, of 8 MB and 200 inodes."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    if os.geteuid() != 0 or os.system(f"mount -t tmpfs -o size=8m,nr_inodes=200 megamix-test {folder} 2>/dev/null"):
-        pytest.skip("mounting is not allowed here")
-    yield folder
-    os.system(f"umount {folder}")
-
-
-def _fill_bytes(ballast):
-    with (ballast / "bytes").open("wb", buffering=0) as file:
-        while True:
-            file.write(bytes(4096))
-
-
-def _fill_inodes(ballast):
-    for number in range(1000):
-        (ballast / str(number)).touch()
-
-
-@pytest.mark.parametrize("trial", TRIALS)
-@pytest.mark.parametrize(
-    ("fill", "seconds"), [(_fill_bytes, 0.2), (_fill_inodes, 0.2), *([(_fill_bytes, 2.0)] if MANY else [])]
-)
-def test_a_real_disk_that_is_full_for_a_while_costs_no_row(small_disk, data, whole, fill, seconds, trial):
-    start = random.Random(trial).randrange(7)
-    ballast = small_disk / "ballast"
-    ballast.mkdir()
-    full_s = 0.0  # time since when it is full
-
-    def before(plan):
-        nonlocal full_s
-        if plan.launched == start:
-            with suppress(OSError):
-                fill(ballast)
-            full_s = time.monotonic()
-        if plan.launched == start + 6:  # 6 of 13 attempts: all rows of several steps come while it is full
-            time.sleep(max(0.0, full_s + seconds - time.monotonic()))
-            shutil.rmtree(ballast)
-
-    _run(small_disk, data, before, tensorboard=True)
-    assert differences(_all_of(small_disk), whole) == []

@@ -159,14 +159,6 @@ def test_code_that_changed_under_a_run_is_told_in_a_line(run, data, capsys):
     assert line in checked
 
 
-def test_a_new_run_begins_from_the_weights_of_changed_states(run, data, caplog):
-    _with_code(run, SOURCE.replace(*CHANGES[0][:2]))
-    newest = checkpoints(run / "run/checkpoints")[0]
-    run_on_ranks(_config(run, data, 6, 2.0, folder=str(run / "next"), resume=str(newest)))
-    assert "energy of 11 parameters begin at zero" in caplog.text
-    assert checkpoints(run / "next/checkpoints")[0].name == "step_00000006"
-
-
 def _set_aside(path, end):
     return path.rename(path.with_name(f"{path.name}.damaged-{end}"))
 

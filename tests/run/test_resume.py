@@ -24,7 +24,6 @@ from megamix.cli import main
 from megamix.config import ConfigError
 from megamix.inspect.overflows import GaveUpError
 from megamix.mixed_precision.settings import Shard
-from megamix.run.resume_rules import changes
 from megamix.supervise.status import EndedEarlyError
 from megamix.tools.ranks import RankFailure, RankPool
 from megamix.train.trainer import Trainer
@@ -212,21 +211,6 @@ def test_what_changes_nothing_of_the_state_may_be_written_otherwise(stopped, dat
     for key, value in {"num_heads": 4, "head_dim": 8, "num_kv_heads": 1, "qkv_bias": True}.items():
         with pytest.raises(ConfigError, match=f"model.{key}: the checkpoint has .*, the configuration"):
             _run(_config(stopped, data, model={key: value}))
-
-
-def test_a_checkpoint_that_is_older_than_a_key_was_made_with_its_default(stopped):
-    newest = _saved(stopped)[0]
-    manifest = read_manifest(newest / "manifest.json")
-    run = manifest.run
-    older = run.config.replace("qk_norm = false\n", "").replace('packing = "none"\n', "")
-    assert older.count("\n") == run.config.count("\n") - 2
-    before = manifest.model_copy(update={"run": run.model_copy(update={"config": older})})
-    assert changes(newest, before, run, 0, own=True) == []
-    otherwise = run.model_copy(update={"rng_rule": "dice"})
-    assert changes(newest, manifest, otherwise, 0, own=True) == [f'rng_rule: "{run.rng_rule}" -> "dice"']
-    other = run.model_copy(update={"config": run.config.replace("qk_norm = false", "qk_norm = true")})
-    with pytest.raises(ConfigError, match="model.qk_norm: the checkpoint has false, the configuration true"):
-        changes(newest, before, other, 0, own=True)
 
 
 def _cut(checkpoint):
