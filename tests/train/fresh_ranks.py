@@ -1,7 +1,6 @@
 """A job on ranks of its own, which may be killed, stopped or signalled: the test is their parent and loses nothing."""
 
 import os
-import threading
 import time
 from pathlib import Path
 from unittest import mock
@@ -70,24 +69,20 @@ class FreshRanks:
         ]
         for process in self.processes:
             process.start()
-        self._watcher = threading.Thread(target=self._watch, daemon=True)
-        self._watcher.start()
-
-    def _watch(self):
-        for process in self.processes:
-            process.join()
-        self.ended_s = time.time()  # end of the last rank
 
     def join(self, deadline_s):
         """Return every rank's exit status, below 0 for a signal.
 
         Raises: AssertionError for ranks that live at the deadline, after killing them.
         """
-        self._watcher.join(deadline_s)
+        end_s = time.monotonic() + deadline_s
+        for process in self.processes:
+            process.join(max(0.0, end_s - time.monotonic()))
+        self.ended_s = time.time()  # end of the last rank
         alive = [rank for rank, process in enumerate(self.processes) if process.is_alive()]
         for rank in alive:
             self.processes[rank].kill()
-        self._watcher.join()
+            self.processes[rank].join()
         said = "\n".join(self.said(rank) for rank in range(len(self.processes)))
         assert alive == [], f"still alive: {alive}\n{said}"
         return [process.exitcode for process in self.processes]

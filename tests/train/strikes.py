@@ -4,7 +4,7 @@ import errno
 import os
 import signal
 import threading
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from megamix.checkpoint.folder import Files, checkpoints
 from tests.checkpoint.faults import CALLS
@@ -20,8 +20,7 @@ KILLED_IN_A_SAVE, DISK_FULL, ALL_KILLED = "a rank killed in a save", "disk full"
 KINDS = (*SIGNALS, KILLED_IN_A_SAVE, DISK_FULL, ALL_KILLED, *DAMAGES)
 
 
-@dataclass(frozen=True, slots=True)
-class Fault:
+class Fault(NamedTuple):
     kind: str
     attempt: int  # attempt before which the fault strikes
     victim: int
@@ -77,9 +76,15 @@ class Strikes:
         elif fault.kind in SIGNALS:
             _send(SIGNALS[fault.kind], fault.after_s)
         elif fault.kind == KILLED_IN_A_SAVE:
-            _before_calls([fault.call], lambda name: os.kill(os.getpid(), signal.SIGKILL))
+            _before_calls([fault.call], lambda: os.kill(os.getpid(), signal.SIGKILL))
         else:
-            _before_calls(["make_directory", "create"], _Full())
+            refusals = [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))] * FULL_FOR  # then it takes files again
+
+            def refuse():
+                if refusals:
+                    raise refusals.pop()
+
+            _before_calls(["make_directory", "create"], refuse)
 
 
 def _send(number, after_s):
@@ -94,27 +99,15 @@ def _before_calls(names, strike):
     The first such call is of a save that is under way, or of the next one.
     """
     for name in names:
-        setattr(Files, name, _struck(name, vars(Files)[name], strike))
+        setattr(Files, name, _struck(vars(Files)[name], strike))
 
 
-def _struck(name, call, strike):
+def _struck(call, strike):
     def strike_and_call(files, *arguments):
-        strike(name)
+        strike()
         return call.__get__(files)(*arguments)  # a method or a static one
 
     return strike_and_call
-
-
-class _Full:
-    """Disk that takes nothing new until some saves have failed."""
-
-    def __init__(self):
-        self.left = FULL_FOR
-
-    def __call__(self, name):
-        if self.left:
-            self.left -= 1
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def damage_newest(folder, kind, rng):

@@ -13,53 +13,41 @@ from megamix.run.batch_plan import OnOverflow
 from tests.builders import run_on_ranks, tiny_job
 from tests.conftest import FULL
 from tests.train.outcome import differences, end_of
-from tests.train.recorded import Crash, Record, attempts_recorded, crash_contained
+from tests.train.recorded import run_recorded
 
 RAMP = [[0, 4], [4, 8]]
 BEFORE, AT = 3, 5  # attempts that overflow: the last one in front of the border, and the first one behind it
+INTERLEAVED = {"pp_size": 2, "pp_schedule": "interleaved_1f1b"}
 LAYOUTS = {
     "one rank": (1, {}),
-    "two ranks": (2, {"training": {"micro_batch_size": 1}}),
-    "four ranks": (4, {"training": {"micro_batch_size": 1}}),
-    "a pipeline": (2, {"parallelism": {"pp_size": 2}}),
-    "an interleaved pipeline": (
-        2, {"parallelism": {"pp_size": 2, "pp_schedule": "interleaved_1f1b"}, "training": {"micro_batch_size": 1}},
-    ),
-    "owners add up": (2, {"parallelism": {"shard": "gradients", "accumulate": "owner"}}),
-    "parameters": (2, {"parallelism": {"shard": "parameters"}, "training": {"micro_batch_size": 1}}),
-}  # fmt: skip
+    "two ranks": (2, {"micro_batch_size": 1}),
+    "four ranks": (4, {"micro_batch_size": 1}),
+    "a pipeline": (2, {"pp_size": 2}),
+    "an interleaved pipeline": (2, {"parallelism": INTERLEAVED, "micro_batch_size": 1}),
+    "owners add up": (2, {"shard": "gradients", "accumulate": "owner"}),
+    "parameters": (2, {"shard": "parameters", "micro_batch_size": 1}),
+}
 SOME = [("one rank", "requeue"), ("one rank", "redo"), ("one rank", "skip"), ("a pipeline", "requeue")]
 MORE = [(layout, on_overflow) for layout in LAYOUTS for on_overflow in get_args(OnOverflow)]
 
 
 def _job(folder, tokens, layout, on_overflow, training):
-    own = {
-        "model": {"dropout": 0.1, "num_layers": 4, "tie_embeddings": False},
-        "precision": {"on_overflow": on_overflow},
-        "training": {"steps": 8, "eval_interval": 2, "eval_batches": 1},
-        "checkpoint": {"save_interval": 4, "max_restarts": 100, "replica_check_interval": 3},
-        "metrics": {"precision_interval": 3, "log_interval": 1},
-    }
-    return tiny_job(folder, own, LAYOUTS[layout][1], tokens=tokens, training=training)
+    own = {"dropout": 0.1, "num_layers": 4, "tie_embeddings": False, "on_overflow": on_overflow, "steps": 8}
+    own |= {"eval_interval": 2, "eval_batches": 1, "save_interval": 4, "max_restarts": 100, "log_interval": 1}
+    own |= {"replica_check_interval": 3, "precision_interval": 3}
+    return tiny_job(folder, tokens=tokens, **own, **LAYOUTS[layout][1], training=training)
 
 
 def _run(config, crash_at=None):
     """Run the job with its overflows, until it crashes before an attempt. Return the samples of each attempt."""
-    record = Record()
-
-    def crash(plan):
-        if plan.launched == crash_at:
-            raise Crash
-
-    scaled = StepProgress.scaled
+    launched, scaled = [], StepProgress.scaled
 
     def overflowing(progress, loss, weight, *, counts):
-        bad = record.attempts[-1].number in (BEFORE, AT)
+        bad = launched[-1] in (BEFORE, AT)
         return scaled(progress, loss * math.inf if bad else loss, weight, counts=counts)
 
-    overflows = mock.patch.object(StepProgress, "scaled", overflowing)  # a pipeline's losses pass here, too
-    with crash_contained(), attempts_recorded(record, crash), overflows:
-        run_on_ranks(config)
+    with mock.patch.object(StepProgress, "scaled", overflowing):  # a pipeline's losses pass here, too
+        record = run_recorded(config, crash_at=crash_at, before=lambda plan: launched.append(plan.launched))
     return [[*range(part.start, part.stop)] for attempt in record.attempts for part in attempt.batch.samples]
 
 

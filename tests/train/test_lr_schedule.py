@@ -12,11 +12,12 @@ from megamix.config.sections import Config, LrScheduleConfig, TrainingConfig
 STYLES = ["cosine", "linear", "wsd", "inverse_sqrt", "constant"]
 
 
-def table(decay_style, warmup_steps, decay_steps, steps, min_lr, lr=1.0):
-    schedule = {"decay_style": decay_style, "warmup_steps": warmup_steps, "decay_steps": decay_steps}
+def table(decay_style, warmup_steps, decay_steps, steps, min_lr):
     config = Config.model_construct(  # unchecked, because min_lr may be wrong
-        optimizer=OptimizerConfig.model_construct(lr=lr, min_lr=min_lr),
-        lr_schedule=LrScheduleConfig.model_construct(**schedule),
+        optimizer=OptimizerConfig.model_construct(lr=1.0, min_lr=min_lr),
+        lr_schedule=LrScheduleConfig.model_construct(
+            decay_style=decay_style, warmup_steps=warmup_steps, decay_steps=decay_steps
+        ),
         training=TrainingConfig.model_construct(steps=steps),
     )
     return lr_table(config)
@@ -28,18 +29,13 @@ HALF_ROOT = math.sqrt(0.5)
 @pytest.mark.parametrize(
     ("decay_style", "warmup_steps", "decay_steps", "min_lr", "want"),
     [
-        ("constant", 0, None, 0.0, [1, 1, 1, 1]),
         ("constant", 4, None, 0.5, [0.25, 0.5, 0.75, 1, 1]),
-        ("linear", 0, None, 0.0, [1, 0.75, 0.5, 0.25]),
-        ("linear", 2, None, 0.0, [0.5, 1, 1, 0.75, 0.5, 0.25]),
         ("linear", 2, None, 0.5, [0.5, 1, 1, 0.875, 0.75, 0.625]),
         ("linear", 0, 2, 0.5, [1, 0.75, 0.5, 0.5, 0.5]),  # past the decay: min_lr
         ("cosine", 0, None, 0.0, [1, 0.5 + HALF_ROOT / 2, 0.5, 0.5 - HALF_ROOT / 2]),
         ("cosine", 1, 2, 0.5, [1, 1, 0.75, 0.5, 0.5]),
         ("wsd", 2, 2, 0.0, [0.5, 1, 1, 1, 1, 1, 0.5]),
-        ("wsd", 0, 4, 0.5, [1, 1, 1, 0.875, 0.75, 0.625]),
         ("wsd", 2, None, 0.0, [0.5, 1, 1, 0.5]),
-        ("inverse_sqrt", 0, None, 0.0, [1, math.sqrt(1 / 2), math.sqrt(1 / 3), 0.5]),
         ("inverse_sqrt", 2, None, 0.0, [0.5, 1, math.sqrt(2 / 3), math.sqrt(2 / 4)]),
         ("inverse_sqrt", 1, 2, 0.6, [1, math.sqrt(1 / 2), 0.6, 0.6]),  # min_lr is the floor
     ],
@@ -49,7 +45,7 @@ def test_lr_follows_the_equation(decay_style, warmup_steps, decay_steps, min_lr,
 
 
 @pytest.mark.parametrize("decay_style", STYLES)
-@pytest.mark.parametrize("warmup_steps", [0, 1, 7, 50, 100])
+@pytest.mark.parametrize("warmup_steps", [0, 7, 100])
 def test_no_update_is_spent_on_nothing_and_none_exceeds_the_peak(decay_style, warmup_steps):
     lrs = table(decay_style, warmup_steps, None, 100, 0.0)
     assert len(lrs) == 100
@@ -64,13 +60,6 @@ def test_lr_rises_through_the_warm_up_and_never_after_it(decay_style):
     assert lrs[:10] == sorted(lrs[:10])
     assert lrs[9:] == sorted(lrs[9:], reverse=True)
     assert min(lrs[10:]) >= 0.1
-
-
-@pytest.mark.parametrize("decay_style", STYLES)
-def test_lr_scales_with_the_peak(decay_style):
-    unit = table(decay_style, 3, 5, 20, 0.125)
-    scaled = table(decay_style, 3, 5, 20, 2**-13, lr=2**-10)
-    assert scaled == [lr * 2**-10 for lr in unit]
 
 
 @pytest.mark.parametrize(("warmup_steps", "decay_steps", "min_lr"), [(5, 6, 0.0), (0, 0, 0.0), (0, None, 2.0)])

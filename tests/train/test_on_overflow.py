@@ -1,19 +1,16 @@
 """Jobs that overflow requeue, redo, skip, set aside or give up as configured, in the same order on any ranks; overflows
-whose batches are tried again do not raise the final loss.
+whose batches are tried again leave no trace but their order.
 """
 
 import json
 import math
 import random
 import re
-import struct
-import zlib
 from pathlib import Path
 from unittest import mock
 
 import pytest
-import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from megamix.checkpoint.folder import checkpoints
 from megamix.inspect.overflows import GaveUpError
@@ -26,39 +23,32 @@ from tests.checkpoint.seal import edit
 from tests.conftest import FULL
 from tests.train.recorded import run_recorded
 
+AT_8 = {"loss_scale": {"init_scale": 2.0**8}}
+FLOOR = {"loss_scale": {"init_scale": 2.0**8, "min_scale": 2.0**6}}
+
 
 def _job(folder, data, precision, **training):
-    return tiny_job(
-        folder,
-        tokens=data,
-        decay_style="constant",
-        precision=precision,
-        training={"eval_interval": 0, "global_batch_size": 4, "micro_batch_size": 1, **training},
-        log_interval=1000,
-    )
+    own = {"eval_interval": 0, "global_batch_size": 4, "micro_batch_size": 1}
+    layer = {"lr_schedule": {"decay_style": "constant"}, "metrics": {"log_interval": 1000}}
+    return tiny_job(folder, layer, tokens=data, precision=precision, training=own | training)
 
 
 def _run(config, bad=frozenset()):
-    return run_recorded(config, bad), load_file(Path(config.checkpoint.folder) / "weights.safetensors")
-
-
-@pytest.mark.parametrize("on_overflow", ["requeue", "redo"])
-def test_from_a_scale_far_too_high_every_sample_is_applied_exactly_once(tmp_path, data, on_overflow):
-    precision = {"on_overflow": on_overflow, "loss_scale": {"init_scale": 2.0**24}}
-    record = run_recorded(_job(tmp_path, data, precision, steps=10, eval_interval=4))
-    assert len(record.attempts) > 14  # the search took place
-    assert sorted(record.samples()) == list(range(40))
+    """Return the run's record, and its weights as bytes."""
+    return run_recorded(config, bad), (Path(config.checkpoint.folder) / "weights.safetensors").read_bytes()
 
 
 def test_the_search_for_the_first_scale_is_one_line_and_later_overflows_are_told(tmp_path, data, capsys):
     record = run_recorded(_job(tmp_path, data, {"loss_scale": {"init_scale": 2.0**24}}, steps=6), frozenset([16]))
     tries = len(record.attempts) - 7
     assert tries > 3
+    assert sorted(record.samples()) == list(range(24))  # each is applied once
     lines = capsys.readouterr().out.splitlines()
     (at,) = (number for number, line in enumerate(lines) if line.startswith("loss scale"))
     assert lines[at] == f"loss scale: 2^24 -> 2^{24 - tries} in {tries} tries, nothing lost"
     assert lines[at + 1].startswith("step 1/6 | loss ")
     assert len([line for line in lines if "| overflow at scale" in line]) == 1
+    assert not (tmp_path / "run/set_aside.jsonl").exists()
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert [row["optim/loss_scale"] for row in rows[:tries]] == [2.0 ** (24 - number) for number in range(tries)]
 
@@ -66,29 +56,13 @@ def test_the_search_for_the_first_scale_is_one_line_and_later_overflows_are_told
 @pytest.mark.uncounted
 def test_the_same_overflows_give_the_same_order_on_any_number_of_ranks(run_ranks, tmp_path, data):
     bad = frozenset(random.Random(0).sample(range(15), 5))
-    precision = {"loss_scale": {"init_scale": 2.0**8}}
     orders = []
     for ranks in (1, 2, 4):
-        config = _job(tmp_path / str(ranks), data, precision, steps=10, eval_interval=4)
-        records = [run_recorded(config, bad)] if ranks == 1 else run_ranks(run_recorded, ranks, config, bad)
+        config = _job(tmp_path / str(ranks), data, AT_8, steps=10, eval_interval=4)
+        records = run_ranks(run_recorded, ranks, config, bad)
         orders += [(record.attempts, record.applied) for record in records]
     assert all(order == orders[0] for order in orders)
     assert sorted(records[0].samples()) == list(range(40))
-
-
-@pytest.mark.uncounted
-@pytest.mark.parametrize("on_overflow", ["requeue", "redo"])
-def test_random_overflows_cost_no_loss(tmp_path, data, on_overflow):
-    steps = 500 if FULL else 25
-    precision = {"loss_scale": {"init_scale": 2.0**12, "growth_interval": 4}, "on_overflow": on_overflow}
-    rng = random.Random(1)
-    bad = frozenset(number for number in range(2 * steps) if rng.random() < 0.1)
-    size = {"steps": steps, "global_batch_size": 8, "micro_batch_size": 8, "eval_batches": 20}
-    clean = run_recorded(_job(tmp_path / "clean", data, precision, **size))
-    hit = run_recorded(_job(tmp_path / "hit", data, precision, **size), bad)
-    assert len(hit.attempts) > 1.05 * steps
-    assert sorted(hit.samples()) == list(range(8 * steps))
-    assert abs(hit.valid_loss - clean.valid_loss) < 0.03
 
 
 @pytest.mark.uncounted
@@ -97,7 +71,7 @@ def test_a_redone_overflow_leaves_no_trace_and_a_requeued_one_only_its_order(tmp
     clean = _run(_job(tmp_path / "clean", data, static, steps=8))[1]
     redo = _run(_job(tmp_path / "redo", data, {**static, "on_overflow": "redo"}, steps=8), frozenset([5]))[1]
     requeue, requeued = _run(_job(tmp_path / "requeue", data, static, steps=8), frozenset([5]))
-    assert all(torch.equal(clean[name], redo[name]) for name in clean)
+    assert redo == clean
     order = [attempt.batch.samples[0].start // 4 for attempt in requeue.applied]
     assert order == [0, 1, 2, 3, 4, 6, 5, 7]
 
@@ -111,13 +85,11 @@ def test_a_redone_overflow_leaves_no_trace_and_a_requeued_one_only_its_order(tmp
 
     with mock.patch.object(trainer, "BatchPlan", InOrder):
         _, fed = _run(_job(tmp_path / "fed", data, static, steps=8))
-    assert all(torch.equal(requeued[name], fed[name]) for name in fed)
-    assert not all(torch.equal(requeued[name], clean[name]) for name in fed)
+    assert requeued == fed != clean
 
 
 def test_a_skipped_batch_is_reported_as_lost(tmp_path, data, capsys):
-    config = _job(tmp_path, data, {"on_overflow": "skip", "loss_scale": {"init_scale": 2.0**8}}, steps=8)
-    record = run_recorded(config, frozenset([3]))
+    record = run_recorded(_job(tmp_path, data, AT_8 | {"on_overflow": "skip"}, steps=8), frozenset([3]))
     assert record.samples() == [sample for sample in range(36) if sample not in range(12, 16)]
     lines = capsys.readouterr().out.splitlines()
     at = lines.index("step 4/8 | overflow at scale 2^8, nothing changed | samples 12..15 lost | overflows 1")
@@ -135,42 +107,38 @@ def test_a_batch_that_overflows_too_often_is_named_and_the_run_goes_on(tmp_path,
     assert row["loss_scale"] < 2.0**10
 
 
+ON_AND_ON = range(7, 1000)
+IN_A_ROW = "7 updates: {} attempts in a row overflowed "
+
+
 @pytest.mark.parametrize(
-    ("precision", "reason"),
+    ("precision", "bad", "told"),
     [
-        (
-            {"max_overflows_at_floor": 4, "loss_scale": {"init_scale": 2.0**8, "min_scale": 2.0**6}},
-            "4 attempts in a row overflowed at the lowest loss scale",
-        ),
-        ({"max_overflows_in_a_row": 5}, "5 attempts in a row overflowed (precision.max_overflows_in_a_row)"),
-        (
-            {"dtype": "bf16", "loss_scale": {}, "max_overflows_at_floor": 6},
-            "6 attempts in a row overflowed at the lowest loss scale",
-        ),
+        (FLOOR | {"max_overflows_at_floor": 4}, ON_AND_ON, IN_A_ROW.format(4) + "at the lowest loss scale"),
+        (AT_8 | {"max_overflows_in_a_row": 5}, ON_AND_ON, IN_A_ROW.format(5) + "(precision.max_overflows_in_a_row)"),
+        ({"dtype": "bf16", "max_overflows_at_floor": 6}, ON_AND_ON, IN_A_ROW.format(6) + "at the lowest loss scale"),
+        (AT_8 | {"max_overflows_per_window": 5}, (2, 4, 7, 10, 12), "5 of the last 13 attempts overflowed"),
     ],
 )
-def test_a_run_that_overflows_on_and_on_gives_up_with_its_weights_saved(tmp_path, data, precision, reason):
-    config = _job(tmp_path, data, {"loss_scale": {"init_scale": 2.0**8}} | precision, steps=50)
+def test_a_run_that_overflows_on_and_on_gives_up_with_its_weights_saved(tmp_path, data, precision, bad, told):
     with pytest.raises(GaveUpError) as caught:
-        run_recorded(config, frozenset(range(7, 1000)))
-    assert f"7 updates: {reason}" in str(caught.value)
+        run_recorded(_job(tmp_path, data, precision, steps=50), frozenset(bad))
+    assert told in str(caught.value)
     assert (tmp_path / "run/gave_up.txt").read_text() == f"{caught.value}\n"
-    weights = load_file(tmp_path / "run/weights.safetensors")
-    want = _run(_job(tmp_path / "short", data, {"loss_scale": {"init_scale": 2.0**8}} | precision, steps=7))[1]
-    assert all(torch.equal(weights[name], want[name]) for name in want)
+    if bad is ON_AND_ON:
+        _, want = _run(_job(tmp_path / "short", data, precision, steps=7))
+        assert (tmp_path / "run/weights.safetensors").read_bytes() == want
 
 
 def test_a_run_whose_weights_are_not_finite_does_not_say_that_they_are(tmp_path, data):
-    precision = {"loss_scale": {"init_scale": 2.0**8}, "max_overflows_in_a_row": 3}
+    precision = AT_8 | {"max_overflows_in_a_row": 3}
     run_recorded(_job(tmp_path, data, precision, steps=2))
     (saved,) = checkpoints(tmp_path / "run/checkpoints")
-    content = bytearray((saved / "rank_00000.safetensors").read_bytes())
-    start = 8 + int.from_bytes(content[:8], "little")
-    header = json.loads(content[8:start])
-    place = start + next(it["data_offsets"][0] for key, it in header.items() if key.startswith("norm.weight|master|"))
-    content[place : place + 4] = struct.pack("<f", math.nan)
-    (saved / "rank_00000.safetensors").write_bytes(content)
-    edit(saved, lambda fields: fields["files"][0].update(crc32=zlib.crc32(content)))
+    file = saved / "rank_00000.safetensors"
+    state = load_file(file)
+    next(value for name, value in state.items() if name.startswith("norm.weight|master|")).view(-1)[0] = math.nan
+    save_file(state, file)
+    edit(saved, lambda fields: None)
     with pytest.raises(GaveUpError) as caught:
         run_recorded(_job(tmp_path, data, precision, steps=4))
     assert "nothing that overflowed is in them" not in str(caught.value)
@@ -180,12 +148,7 @@ def test_a_run_whose_weights_are_not_finite_does_not_say_that_they_are(tmp_path,
 @pytest.mark.parametrize("seed", range(20 if FULL else 2))
 def test_the_report_names_the_parameter_that_overflowed_and_no_other(tmp_path, data, seed):
     rng = random.Random(seed)
-    precision = {
-        "loss_scale": {"init_scale": 2.0**8, "min_scale": 2.0**6},
-        "max_overflows_at_floor": 3,
-        "max_retries": 9,
-    }
-    config = _job(tmp_path, data, precision, steps=50)
+    config = _job(tmp_path, data, FLOOR | {"max_overflows_at_floor": 3, "max_retries": 9}, steps=50)
     first, value, fault = rng.randrange(6), *rng.choice([(math.inf, "inf"), (-math.inf, "inf"), (math.nan, "NaN")])
     backward, injected = ShardedEngine.backward, []
 
@@ -210,21 +173,6 @@ def test_the_report_names_the_parameter_that_overflowed_and_no_other(tmp_path, d
     assert [(name, kind) for name, kind, *_ in named] == [(injected[0], fault)]
     assert named[0][2] == named[0][3]  # in every overflow
     assert f"  {injected[0]}: {fault} on rank 0, micro-batch" in report
-
-
-@pytest.mark.parametrize("seed", range(20 if FULL else 2))
-def test_a_clean_run_names_nobody(tmp_path, data, seed, capsys):
-    config = _job(tmp_path, data, {"loss_scale": {"init_scale": 2.0**6}}, steps=5, seed=seed)
-    record = run_recorded(config)
-    assert len(record.attempts) == 5
-    assert "| overflow at" not in capsys.readouterr().out
-    assert not (tmp_path / "run/set_aside.jsonl").exists()
-
-
-def test_too_many_overflows_in_a_window_are_too_many_too(tmp_path, data):
-    config = _job(tmp_path, data, {"loss_scale": {"init_scale": 2.0**8}, "max_overflows_per_window": 5}, steps=50)
-    with pytest.raises(GaveUpError, match=r"5 of the last 13 attempts overflowed"):
-        run_recorded(config, frozenset([2, 4, 7, 10, 12]))
 
 
 def test_dropout_depends_on_sample_and_try_and_not_on_ranks(run_ranks, tmp_path, data):

@@ -4,30 +4,20 @@ another, and a single rank, are not named.
 
 import json
 import socket
-import time
-from contextlib import contextmanager
-from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
-import pytest
 import torch.distributed as dist
 
-from megamix import clock
 from megamix.clock import Clock
-from megamix.model.transformer import Block
 from megamix.supervise.console import Console
-from tests.builders import run_on_ranks, tiny_job, write_data
-from tests.conftest import FULL
+from tests.builders import run_on_ranks, tiny_job
 
 INTERVALS = 8
 
 
-def _job(folder, data, **keys):
-    folder.mkdir(exist_ok=True)
-    metrics = {"log_interval": 1}
-    training = {"steps": INTERVALS, "eval_interval": 0}
-    return tiny_job(folder, {"metrics": metrics, "training": training}, keys, tokens=data, valid=None)
+def _job(folder, data, **settings):
+    own = {"log_interval": 1, "steps": INTERVALS, "eval_interval": 0, "valid": None}
+    return tiny_job(folder, tokens=data, **own | settings)
 
 
 def _rows(folder, name):
@@ -48,13 +38,6 @@ def _run_planted(config, slow):
     ):
         run_on_ranks(config)
     return [line for line in lines if line.startswith("ranks")]
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("data")
-    write_data(folder)
-    return folder
 
 
 def test_a_slow_rank_is_named(run_ranks, tmp_path, data):
@@ -78,54 +61,3 @@ def test_ranks_alike_and_a_single_rank_name_nobody(run_ranks, tmp_path, data):
     assert _run_planted(_job(tmp_path / "alone", data), 0) == []
     assert not (tmp_path / "alone/run/ranks.jsonl").exists()
     assert "ranks/slowest_rank" not in _rows(tmp_path / "alone", "metrics.jsonl")[-1]
-
-
-def _on_core_s():
-    """Return a clock that stands still while this thread waits for a core: other work on the machine does not count."""
-    waited_ns = int(Path("/proc/thread-self/schedstat").read_text().split()[1])
-    return time.perf_counter() - waited_ns / 1e9
-
-
-@contextmanager
-def _slowed(share):
-    """Let each block's forward take longer, so that forward and backward take `share` longer: backward takes twice as
-    long as forward.
-    """
-    forward = Block.forward
-
-    def slow_forward(block, *args, **keys):
-        start_s = _on_core_s()
-        result = forward(block, *args, **keys)
-        time.sleep(max(0.0, 3 * share * (_on_core_s() - start_s)))  # the two readings are not of one instant
-        return result
-
-    on_core = SimpleNamespace(perf_counter=_on_core_s)
-    with mock.patch.object(Block, "forward", slow_forward), mock.patch.object(clock, "time", on_core):
-        yield
-
-
-def _run_slowed(config, slow):
-    with _slowed(0.3 if dist.get_rank() == slow else 0.0):
-        run_on_ranks(config)
-
-
-@pytest.mark.skipif(not FULL, reason="trains 40 jobs, by the clock")
-def test_twenty_slowed_ranks_are_named_and_no_rank_of_twenty_jobs_without(run_ranks, tmp_path, data):
-    named, seconds = [], []
-    for number in range(40):
-        slow = number % 2 if number < 20 else None
-        folder = tmp_path / str(number)
-        job = _job(
-            folder,
-            data,
-            model={"hidden_size": 64},
-            training={"steps": 240, "micro_batch_size": 8, "global_batch_size": 16},
-            metrics={"log_interval": 20},
-        )
-        run_ranks(_run_slowed, 2, job, slow)
-        path = folder / "run/ranks.jsonl"
-        told = _rows(folder, "ranks.jsonl") if path.exists() else []
-        named.append({rank for row in told for ranks in row["slow"] for rank in ranks})
-        seconds += [row["work_s"] for row in told[-1:]]
-    assert named == [{number % 2} for number in range(20)] + [set()] * 20
-    print(f"processor time of a job's 12 intervals: at most {max(seconds):.4f} s")

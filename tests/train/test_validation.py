@@ -1,44 +1,40 @@
 """Each validation set has a loss of its own, that of all its samples on any ranks, told by its name; a start may bring
-other sets.
+other sets. A job's average of the weights changes nothing else. It has a loss of its own in each validation, and a
+file, an export and an evaluation of its own. A signal within its validation costs nothing.
 """
 
 import json
+import signal
 from contextlib import ExitStack
 from unittest import mock
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from megamix.builders.data import data_fingerprints, data_problems, validation_sources
 from megamix.builders.objects import build_loader, build_training
 from megamix.cli import main
+from megamix.hub.source import open_source
+from megamix.supervise.status import PreemptedError
 from megamix.train.batches import Validation
-from tests.builders import SEQ_LEN, run_on_ranks, tiny_job, write_data
-from tests.train.outcome import metrics_of
+from megamix.train.trainer import Trainer
+from tests.builders import EXPERTS, SEQ_LEN, run_on_ranks, tiny_job
+from tests.conftest import FULL
+from tests.train.outcome import differences, end_of, metrics_of
 
 CPU = torch.device("cpu")
 SAMPLES = 16  # of one set in a validation of `_sets`: two batches of eight
-Losses = dict[str, float]
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("data")
-    write_data(folder)
-    return folder
 
 
 def _sets(folder, data, **layout):
     """Return a job with a set of one file, one of a mixture, and the part that data.split holds out. Documents are
     packed, so that samples have other numbers of targets.
     """
-    mixture = [{"path": f"{data}/valid", "weight": 3}, {"markov": 7, "weight": 1}]
-    sets = {"one": f"{data}/valid", "mix_2": mixture}
+    sets = {"one": f"{data}/valid", "mix_2": [{"path": f"{data}/valid", "weight": 3}, {"markov": 7, "weight": 1}]}
     wide = {"init_std": 0.1}  # samples' losses lie further apart than those of a model that knows nothing
-    return tiny_job(
-        folder, model=wide, train=f"{data}/train", valid=sets, split=[9, 1], packing="documents",
-        dtype="fp32", loss_scale={"rule": "off"}, parallelism=layout, tokens=data,
-    )  # fmt: skip
+    packed = {"valid": sets, "split": [9, 1], "packing": "documents"}
+    return tiny_job(folder, tokens=data, model=wide, dtype="fp32", loss_scale={"rule": "off"}, **packed, **layout)
 
 
 def _in_one_pass(config):
@@ -55,18 +51,13 @@ def _in_one_pass(config):
 
 
 def _validated(configs):
-    """Return the losses of each job's first weights, and those that a judge of the first rank's part would report."""
+    """Return the losses of each job's first weights."""
     told = []
     for config in configs:
-        runner = build_training(config, CPU)
         with ExitStack() as files:
             sources = validation_sources(config)
             loaders = {name: files.enter_context(build_loader(config, it, CPU)) for name, it in sources.items()}
-            validation = Validation(config, runner, loaders)
-            right, world = validation.losses(lambda: None), runner.engine.world
-            table = world.table
-            with mock.patch.object(world, "table", lambda row, table=table: table(row)[:1]):
-                told.append((right, validation.losses(lambda: None)))
+            told.append(Validation(config, build_training(config, CPU), loaders).losses(lambda: None))
     return told
 
 
@@ -76,14 +67,9 @@ def test_each_set_s_loss_on_two_ranks_is_that_of_one_pass_over_its_samples(run_r
     assert want.keys() == {"", "one", "mix_2", "split"}
     # All round FP32 sums of at most SAMPLES * SEQ_LEN losses, in other orders: each addition by up to 2^-24 of the sum.
     bound = SAMPLES * SEQ_LEN * 2.0**-24
-    by_rank = run_ranks(_validated, 2, [_sets(tmp_path, data, **layout) for layout in layouts])
-    for told in by_rank:
-        for layout, (got, of_first_rank) in zip(layouts, told, strict=True):
-            assert got == pytest.approx(want, rel=bound), layout
-            if "tp_size" in layout:
-                continue  # the first rank's part is all of it
-            for name, loss in of_first_rank.items():
-                assert loss != pytest.approx(want[name], rel=bound), f"{layout}: {name}"
+    for told in run_ranks(_validated, 2, [_sets(tmp_path, data, **layout) for layout in layouts]):
+        for layout, losses in zip(layouts, told, strict=True):
+            assert losses == pytest.approx(want, rel=bound), layout
 
 
 def test_the_losses_of_sets_are_told_by_name_wherever_the_loss_is(tmp_path, data, capsys):
@@ -125,3 +111,104 @@ def test_split_divides_the_training_files_alone(tmp_path, data):
     assert (whole.read(range(150)).tokens == one.read(range(150)).tokens).all()
     short = tiny_job(tmp_path, valid={"one": f"{data}/valid"}, split=[1, 10**6], tokens=data)
     assert [problem.split(" tokens of ")[1][:10] for problem in data_problems(short)] == ["data.train"]
+
+
+LOSS = "valid/average_loss"
+
+
+def _job(folder, data, **settings):
+    return tiny_job(folder, tokens=data, valid={"one": f"{data}/valid"}, **settings)
+
+
+@pytest.fixture(scope="module")
+def averaged(tmp_path_factory, data):
+    folder = tmp_path_factory.mktemp("averaged")
+    run_on_ranks(_job(folder, data, average={"decay": 0.9}))
+    return folder
+
+
+def test_the_training_is_that_of_a_job_without_it(averaged, data, tmp_path):
+    run_on_ranks(_job(tmp_path, data))
+    own, plain = metrics_of(averaged), metrics_of(tmp_path)
+    validated = [row for row in own if "valid/loss" in row]
+    assert [row["step"] for row in validated] == [5, 10, 12]
+    for row in validated:
+        assert row[LOSS] == row[f"{LOSS}/one"] > 0
+        assert row[LOSS] != row["valid/loss"]
+    assert [{tag: row[tag] for tag in row if not tag.startswith(LOSS)} for row in own] == plain
+    name = "run/weights.safetensors"
+    assert (averaged / name).read_bytes() == (tmp_path / name).read_bytes()
+
+
+def test_an_average_that_keeps_nothing_is_the_weights(data, tmp_path, capsys):
+    run_on_ranks(tiny_job(tmp_path, tokens=data, average={"decay": 0.0}, steps=3))
+    (row,) = (row for row in metrics_of(tmp_path) if LOSS in row)
+    assert row[LOSS] == row["valid/loss"]
+    assert f"below ln(vocab_size) | averaged weights {row[LOSS]:.4f}" in capsys.readouterr().out
+    names = ("weights.safetensors", "weights_average.safetensors")
+    one, other = ((tmp_path / "run" / name).read_bytes() for name in names)
+    assert one == other
+
+
+LAYOUTS = [{"tp_size": 2}, {"pp_size": 2}]
+if FULL:
+    LAYOUTS += [{"shard": "parameters"}, {"cp_size": 2, "shard": "gradients"}, {"ep_size": 2}]
+
+
+def _train_in_turn(folder, data):
+    for number, layout in enumerate(LAYOUTS):
+        model = {"experts": EXPERTS} if "ep_size" in layout else {}
+        short = {"average": {"decay": 0.0}, "steps": 3, "eval_interval": 2}
+        run_on_ranks(tiny_job(folder / str(number), tokens=data, model=model, **short, **layout))
+
+
+@pytest.mark.uncounted
+def test_every_layout_shows_it_whole(run_ranks, data, tmp_path):
+    run_ranks(_train_in_turn, 2, tmp_path, data)
+    for number, layout in enumerate(LAYOUTS):
+        rows = [row for row in metrics_of(tmp_path / str(number)) if LOSS in row]
+        assert [row[LOSS] - row["valid/loss"] for row in rows] == [0.0, 0.0], layout
+        one, other = (load_file(tmp_path / f"{number}/run/weights{end}.safetensors") for end in ("", "_average"))
+        assert all(torch.equal(one[name], other[name]) for name in {**one, **other}), layout
+
+
+def test_it_is_exported_and_evaluated(averaged, data, tmp_path, capsys):
+    run, exported = str(averaged / "run"), str(tmp_path / "hf")
+    model = open_source(averaged / "run", average=True).load(torch.float32, CPU)
+    written = load_file(averaged / "run/weights_average.safetensors")
+    assert all(torch.equal(value, written[name]) for name, value in model.named_parameters())
+    assert main(["export", run, "--average", "--to", "hf", exported]) == 0
+    nats = []
+    for call in ([run, "--average"], [exported, "--data", f"{data}/valid"], [run]):
+        capsys.readouterr()
+        assert main(["evaluate", *call, "--dtype", "fp32", "--json", "--max-tokens", "500"]) == 0
+        facts = json.loads(capsys.readouterr().out)
+        nats.append((facts[0] if isinstance(facts, list) else facts)["nats_per_token"])
+    assert nats[0] == nats[1] != nats[2]
+    assert main(["report", run]) == 0
+    page = (averaged / "run/page.html").read_text()
+    loss = metrics_of(averaged)[-1][LOSS]
+    assert f"<th>that of averaged weights</th><td>{loss:.3f} nats a token at step 12</td>" in page
+    run_on_ranks(_job(tmp_path, data, steps=2))
+    for without in (exported, str(tmp_path / "run")):
+        assert main(["generate", without, "--average"]) == 2
+        assert f"--average: {without}" in capsys.readouterr().err
+
+
+def test_a_signal_within_its_validation_costs_nothing(averaged, data, tmp_path):
+    config = _job(tmp_path, data, average={"decay": 0.9})
+    calls, asked = 0, Trainer._leave_if_asked
+
+    def in_the_second(trainer, leave):
+        nonlocal calls
+        calls += 1
+        if calls == 4:  # before the last of two batches of the average
+            leave.ask(signal.SIGTERM)
+        asked(trainer, leave)
+
+    with mock.patch.object(Trainer, "_leave_if_asked", in_the_second), pytest.raises(PreemptedError):
+        run_on_ranks(config)  # its save compares half weights and masters
+    assert calls == 4
+    assert not any("valid/loss" in row for row in metrics_of(tmp_path))
+    run_on_ranks(config)
+    assert differences(end_of(tmp_path), end_of(averaged)) == []
