@@ -188,18 +188,13 @@ def _saved(folder):
     return checkpoints(folder / "run/checkpoints")
 
 
-def test_a_run_that_takes_up_among_profiled_attempts_traces_the_rest(stopped, data):
-    _run(_config(stopped, data, profiling={"start_step": 5, "num_steps": 6}))
-    assert (stopped / "run/trace_rank0.json").exists()
-
-
-def test_a_changed_lr_passes_and_is_told(stopped, data, capsys):
-    _run(_config(stopped, data, lr=0.02, log_interval=1))
+def test_a_changed_lr_passes_and_is_told_and_what_is_left_of_profiled_attempts_is_traced(stopped, data, capsys):
+    _run(_config(stopped, data, lr=0.02, start_step=5, num_steps=6))
     said = capsys.readouterr().out
+    assert (stopped / "run/trace_rank0.json").exists()
     assert "goes on from" in said
     assert "changed since: optimizer.lr: 0.01 -> 0.02\n" in said
-    assert "changed since: metrics.log_interval: 4 -> 1\n" in said
-    assert said.count("changed since") == 3  # the third is its folder
+    assert said.count("changed since") == 4  # those of the profile, and the folder
     assert "learning rate of update 7: 0.0075 -> 0.015\n" in said
 
 
