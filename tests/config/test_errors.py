@@ -359,7 +359,7 @@ def match(want, said):
 
 
 # Here "write for example" fits a model of more layers, or other values beside it.
-EXAMPLE_FITS_OTHERS = ("recompute.full", "high_freq_factor", "batch_ramp")
+EXAMPLE_FITS_OTHERS = ("recompute.full", "high_freq_factor", "loss_scale.min_scale", "batch_ramp")
 
 
 @pytest.mark.parametrize("words", WRONG_SETTINGS)
