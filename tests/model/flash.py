@@ -19,15 +19,12 @@ def _demand(query, key, value, begins, begins_k, longest, longest_k):
     assert query.dtype in (torch.float16, torch.bfloat16)
     assert key.dtype == value.dtype == query.dtype
     assert key.shape == value.shape == (len(key), key.shape[1], head_dim)
-    assert heads % key.shape[1] == 0
-    assert head_dim % 8 == 0
+    assert heads % key.shape[1] == head_dim % 8 == 0
     assert head_dim <= 256
     assert all(x.stride(-1) == 1 for x in (query, key, value))
     segments = []
     for borders, total, most in ((begins, len(query), longest), (begins_k, len(key), longest_k)):
-        assert borders.dtype == torch.int32
-        assert borders.dim() == 1
-        assert borders.is_contiguous()
+        assert (borders.dtype, borders.dim(), borders.is_contiguous()) == (torch.int32, 1, True)
         ends = borders.tolist()
         assert ends[0] == 0
         assert ends[-1] == total
@@ -46,30 +43,15 @@ def _scores(query, key, left):
     return scores.masked_fill(~seen, -math.inf)
 
 
-def _forward(
-    query,
-    key,
-    value,
-    begins,
-    begins_k,
-    longest,
-    longest_k,
-    dropout,
-    is_causal,
-    debug,
-    *,
-    scale=None,
-    window_size_left=None,
-    window_size_right=None,
-    **others,
-):
+def _forward(query, key, value, *rest, window_size_left=None, window_size_right=None, **others):
     calls["forward"] += 1
-    assert (dropout, debug, scale, window_size_right) == (0.0, False, None, 0)
+    *borders, dropout, is_causal, debug = rest
+    assert (dropout, debug, window_size_right) == (0.0, False, 0)
     assert is_causal or window_size_left != -1  # with a window, none to the right is enough
     assert all(other is None for other in others.values())
     out, group = torch.full_like(query, math.nan), query.shape[1] // key.shape[1]
     statistic = torch.full((query.shape[1], query.shape[0]), math.nan)
-    for part, seen in _demand(query, key, value, begins, begins_k, longest, longest_k):
+    for part, seen in _demand(query, key, value, *borders):
         keys, values = (x[seen].repeat_interleave(group, dim=1) for x in (key, value))
         scores = _scores(query[part], keys, window_size_left)
         out[part] = (scores.softmax(-1) @ values.float().transpose(0, 1)).transpose(0, 1).to(query.dtype)
@@ -77,31 +59,15 @@ def _forward(
     return out, statistic, torch.zeros(2, dtype=torch.uint64), torch.empty(0), torch.empty(0)
 
 
-def _backward(
-    grad,
-    query,
-    key,
-    value,
-    out,
-    statistic,
-    begins,
-    begins_k,
-    longest,
-    longest_k,
-    dropout,
-    is_causal,
-    *others,
-    scale=None,
-    window_size_left=None,
-    window_size_right=None,
-):
+def _backward(grad, query, key, value, out, statistic, *rest, window_size_left=None, window_size_right=None, **others):
     calls["backward"] += 1
-    assert (dropout, scale, window_size_right) == (0.0, None, 0)
+    *borders, dropout, is_causal = rest[:6]
+    assert (dropout, others, window_size_right) == (0.0, {}, 0)
     assert is_causal or window_size_left != -1
     assert grad.shape == out.shape == query.shape
     assert statistic.shape == (query.shape[1], query.shape[0])
     grads, heads = [torch.full_like(x, math.nan) for x in (query, key, value)], query.shape[1]
-    for part, seen in _demand(query, key, value, begins, begins_k, longest, longest_k):
+    for part, seen in _demand(query, key, value, *borders):
         q, k, v, o, d = (
             x.float().repeat_interleave(heads // x.shape[1], dim=1).transpose(0, 1)
             for x in (query[part], key[seen], value[seen], out[part], grad[part])

@@ -8,18 +8,17 @@ from unittest import mock
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
+from megamix.config import ModelConfig
 from megamix.model import context, decoder, ops
 from megamix.model.context import find_borders, find_documents
 from megamix.model.ops import Ops, takes_borders
 from megamix.model.transformer import Transformer
-from megamix.values import has_values
-from tests.model.families import VOCAB, config_of
 from tests.model.flash import stand_in
 from tests.model.rounding import FP16_WIDE, HALF_OF_SMALLEST, U32, UNIT, randn
 
 B, T, ROOM = 2, 48, 12  # sequences, tokens of each, documents that borders have room for
+VOCAB = 83
 LENGTHS = {
     "one a sequence": [[48], [48]],
     "of one token": [[1, 46, 1], [1, 1, 1, 45]],
@@ -31,8 +30,7 @@ HALF = (torch.float16, torch.bfloat16)
 
 def positions_of(lengths, first=0):
     """`first`: of the first document, which may go on from the sequence before."""
-    rows = [torch.cat([torch.arange(n) for n in row]) for row in lengths]
-    positions = torch.stack(rows)
+    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
     positions[0, : lengths[0][0]] += first
     return positions
 
@@ -51,8 +49,9 @@ def bounded_by_the_mask(inputs, upstream, borders, mask, *, on_a_card=False):
     """Attention by borders and its gradients are within their bound of those by the mask."""
     leaves = [x.detach().requires_grad_() for x in inputs]
     out = Ops().attention(*leaves, borders)
-    got = [out.detach(), *torch.autograd.grad(out, leaves, upstream)]
-    for one, exact, bound in zip(got, *_exact(inputs, upstream, mask, on_a_card), strict=True):
+    for one, exact, bound in zip(
+        (out, *torch.autograd.grad(out, leaves, upstream)), *_exact(inputs, upstream, mask, on_a_card), strict=True
+    ):
         assert one.shape == exact.shape
         assert ((one.double() - exact).abs() <= bound).all()
 
@@ -99,19 +98,17 @@ def test_attention_and_its_gradients_are_those_of_the_mask(monkeypatch, packing,
     monkeypatch.setattr(ops, "_VARLEN_KNOWS_GROUPS", knows_groups)
     positions = positions_of(LENGTHS[packing], first=3)
     borders, mask = find_borders(positions), find_documents(positions, as_mask=True)
-    assert borders.borders is not None
     assert borders.borders.shape == (ROOM + 1,)
     shapes = [(B, T, heads, 16) for heads in (4, kv_heads, kv_heads)]
     inputs = [randn(*shape, seed=seed, dtype=dtype).transpose(1, 2) for seed, shape in enumerate(shapes)]
     upstream = randn(B, T, 4, 16, seed=9, dtype=dtype).transpose(1, 2)
-    assert mask is not None
     bounded_by_the_mask(inputs, upstream, borders, mask)
 
 
 def _model(recompute="none", dtype=torch.bfloat16):
     torch.manual_seed(0)
-    config = config_of("qwen3", "wide heads").model_copy(update={"recompute": recompute, "num_layers": 2})
-    return Transformer(config, FP16_WIDE).to(dtype)
+    sizes = {"vocab_size": VOCAB, "seq_len": T, "hidden_size": 24, "num_layers": 2, "num_heads": 4, "num_kv_heads": 1}
+    return Transformer(ModelConfig(**sizes, head_dim=16, qk_norm=True, recompute=recompute), FP16_WIDE).to(dtype)
 
 
 TOKENS = torch.randint(VOCAB, (B, T + 1), generator=torch.Generator().manual_seed(1))
@@ -141,26 +138,24 @@ def test_recompute_changes_no_bit(recompute):
     assert all(map(torch.equal, got, want))
 
 
-@pytest.mark.parametrize("by_borders", [True, False])
-def test_positions_of_one_row_are_those_of_every_sequence(monkeypatch, by_borders):
-    if not by_borders:
-        monkeypatch.setattr(decoder, "takes_borders", lambda x, head_dim: False)
+def test_positions_of_one_row_are_those_of_every_sequence():
     model, rows = _model(), positions_of([[5, 20, 23]] * B)
-    want = model(TOKENS[:, :-1], TOKENS[:, 1:], rows, 3 * B)
-    for row in (rows[:1], rows[0], rows[0].expand(B, T)):
-        assert torch.equal(model(TOKENS[:, :-1], TOKENS[:, 1:], row, 3 * B), want)
+    for most in (3 * B, 0):  # by borders, and by lengths
+        want, *got = (
+            model(TOKENS[:, :-1], TOKENS[:, 1:], row, most) for row in (rows, rows[:1], rows[0], rows[0].expand(B, T))
+        )
+        assert all(torch.equal(one, want) for one in got)
 
 
 @pytest.mark.uncounted
 def test_one_graph_serves_every_packing_and_the_mask_is_left_to_those_of_too_many_documents():
-    graphs = []
+    graphs, model = [], _model()
 
     def collect(graph, inputs):
         graphs.append(graph)
         return graph.forward
 
     torch._dynamo.reset()
-    model = _model()
     want = [_trained(model, lengths, sum(map(len, lengths))) for lengths in LENGTHS.values()]
     for block in model.blocks:
         block.compile(dynamic=False, backend=collect, fullgraph=True)
@@ -177,16 +172,14 @@ def test_one_graph_serves_every_packing_and_the_mask_is_left_to_those_of_too_man
 
 @pytest.mark.parametrize(
     ("dtype", "head_dim", "takes"),
-    [(torch.bfloat16, 64, True), (torch.float16, 256, True), (torch.float32, 64, False), (torch.float16, 20, False),
-     (torch.float16, 264, False), (torch.float16, 0, False)],
-)  # fmt: skip
+    [
+        (torch.bfloat16, 256, True),
+        (torch.float32, 64, False),
+        (torch.float16, 20, False),
+        (torch.float16, 264, False),
+        (torch.float16, 0, False),
+    ],
+)
 def test_borders_are_for_half_and_heads_that_the_kernels_know(dtype, head_dim, takes):
     assert takes_borders(torch.empty(1, dtype=dtype, device="meta"), head_dim) is takes
     assert not takes_borders(torch.empty(1, dtype=dtype), head_dim)
-
-
-def test_values_are_those_of_tensors_that_are_neither_fake_nor_meta():
-    assert has_values(torch.zeros(2))
-    assert not has_values(torch.zeros(2, device="meta"))
-    with FakeTensorMode():
-        assert not has_values(torch.zeros(2))
