@@ -47,19 +47,14 @@ def shapes(family, count):
         if number % 3 == 1:
             rope |= {"rope_type": "linear", "factor": 4.0}
         if number % 3 == 0:
-            rope |= {
-                "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 16,
-            }  # fmt: skip
+            rope |= {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+            rope |= {"original_max_position_embeddings": 16}
         if number % 4 == 2:
             rope |= {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": SEQ_LEN}
             rope |= {} if tied else {"beta_fast": 20.0, "attention_factor": 1.3}
         half = not tied and head_dim % 4 == 0  # of a head, an even number of elements
-        gemma = {
-            "sliding_window": 5,
-            "query_pre_attn_scalar": head_dim if tied else 7,
-            "attention_bias": number % 4 > 1,
-        }
+        gemma = {"sliding_window": 5, "query_pre_attn_scalar": head_dim if tied else 7}
+        gemma |= {"attention_bias": number % 4 > 1}
         experts = {"num_local_experts": 4 + 2 * tied, "num_experts_per_tok": 1 + number % 3}
         two_ropes = {"rope_parameters": {_FULL: rope, _SLIDES: {"rope_type": "default", "rope_theta": 300.0}}}
         yield common | {
@@ -146,8 +141,8 @@ def own_model(config):
     return model
 
 
-def write_hugging_face(config, folder, **settings):
-    """Write a Hugging Face folder without transformers. Return its model."""
-    model = own_model(config)
-    export_model(Source(folder, config, InMemory(model), "fp32", None), folder, "fp32", **settings)
+def write_hugging_face(config, folder, model=None, dtype="fp32", **settings):
+    """Write a Hugging Face folder without transformers. Return its model, `own_model` unless one is given."""
+    model = model or own_model(config)
+    export_model(Source(folder, config, InMemory(model), "fp32", None), folder, dtype, **settings)
     return model

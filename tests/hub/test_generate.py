@@ -21,38 +21,28 @@ def _generated(capsys, *arguments):
 def test_a_run_its_checkpoint_its_export_and_its_import_go_on_alike(tmp_path, capsys):
     write_data(tmp_path / "data", tokenizer=True)
     vocab_size = Tokenizer.load(tmp_path / "data/tokenizer.json").vocab_size
-    config = tiny_job(
-        tmp_path,
-        vocab_size=vocab_size,
-        init_std=0.3,
-        tokenizer=str(tmp_path / "data/tokenizer.json"),
-        steps=2,
-        eval_interval=0,
-        dtype="bf16",
-    )
-    run_on_ranks(config)
+    model = {"vocab_size": vocab_size, "init_std": 0.3}
+    tokenizer = str(tmp_path / "data/tokenizer.json")
+    run_on_ranks(tiny_job(tmp_path, model=model, tokenizer=tokenizer, steps=2, eval_interval=0, dtype="bf16"))
     export_model(open_source(tmp_path / "run"), tmp_path / "out", "fp32")
     import_model(tmp_path / "out", tmp_path / "in")
-    flags = ["--prompt", "def f", "--max-new-tokens", "12", "--dtype", "fp32"]
+    flags = ["--max-new-tokens", "12", "--dtype", "fp32", "--top-p", "0.9", "--prompt", "def f"]
     paths = [tmp_path / "run", tmp_path / "run/checkpoints/step_00000002", tmp_path / "out", tmp_path / "in"]
-    texts = {_generated(capsys, str(path), *flags, "--top-p", "0.9") for path in paths}
-    assert len(texts) == 1
-    (text,) = texts
+    (text,) = {_generated(capsys, str(path), *flags) for path in paths}
     assert text.startswith("def f")
     run = str(tmp_path / "run")
-    assert text == _generated(capsys, run, *flags, "--top-p", "0.9", "--seed", "0")
-    assert text != _generated(capsys, run, *flags, "--top-p", "0.9", "--seed", "1")
+    assert text == _generated(capsys, run, *flags, "--seed", "0")
+    assert text != _generated(capsys, run, *flags, "--seed", "1")
     # Each prompt is by itself.
-    both = _generated(capsys, run, *flags, "--top-p", "0.9", "--prompt", "x =")
-    assert both == text + _generated(capsys, run, "--prompt", "x =", *flags[2:], "--top-p", "0.9")
+    both = _generated(capsys, run, *flags, "--prompt", "x =")
+    assert both == text + _generated(capsys, run, *flags[:-1], "x =")
 
 
 def test_a_text_ends_at_any_token_that_ends_one(tmp_path, capsys):
     write_data(tmp_path / "data", tokenizer=True)
     tokenizer = Tokenizer.load(tmp_path / "data/tokenizer.json")
     write_hugging_face(LLAMA.model_copy(update={"vocab_size": tokenizer.vocab_size}), tmp_path / "hf")
-    for name in ("tokenizer.json",):
-        (tmp_path / "hf" / name).write_bytes((tmp_path / "data" / name).read_bytes())
+    (tmp_path / "data/tokenizer.json").rename(tmp_path / "hf/tokenizer.json")
     flags = [str(tmp_path / "hf"), "--prompt", "de", "--temperature", "0", "--max-new-tokens", "9"]
     text = _generated(capsys, *flags).removesuffix("\n")
     third = tokenizer.encode(text)[4]
@@ -65,45 +55,21 @@ def test_a_text_ends_at_any_token_that_ends_one(tmp_path, capsys):
 
 def test_what_is_wrong_is_named(tmp_path, capsys):
     write_hugging_face(LLAMA, tmp_path / "hf")
-    for flags, told in (
-        ([], "has no tokenizer; name one with --tokenizer FILE"),
-        (["--tokenizer", str(tmp_path / "none.json")], "none.json' is missing"),
-    ):
-        assert main(["generate", str(tmp_path / "hf"), *flags]) == 2
-        assert told in capsys.readouterr().err
+    assert main(["generate", str(tmp_path / "hf")]) == 2
+    assert "has no tokenizer; name one with --tokenizer FILE" in capsys.readouterr().err
     write_data(tmp_path / "data", tokenizer=True)
     tokenizer = ["--tokenizer", str(tmp_path / "data/tokenizer.json")]
     for flag, value, told in (
+        ("--tokenizer", str(tmp_path / "none.json"), "none.json' is missing"),
         ("--top-p", "0", "top_p must be above 0 and at most 1 (all tokens), got 0.0"),
-        ("--top-p", "nan", "top_p must be above 0"),
         ("--temperature", "-1", "temperature must be 0 (likeliest token) or 1e-06 and more, got -1.0"),
-        ("--temperature", "nan", "temperature must be 0"),
-        ("--temperature", "1e-320", "temperature must be 0"),
         ("--max-new-tokens", "-50", "max_new_tokens must be at least 1, got -50"),
         ("--seed", str(2**64), "seed must be from 0 to 2**64 - 1, got 18446744073709551616"),
-        ("--seed", "-1", "seed must be from 0"),
         ("--prompt", "\udcff", r"prompt must be UTF-8, got '\udcff': write it in UTF-8"),
         ("--prompt", "def", ", the model's vocabulary has 64: give the model's own tokenizer"),
     ):
         assert main(["generate", str(tmp_path / "hf"), *tokenizer, flag, value]) == 2, (flag, value)
         assert told in capsys.readouterr().err
-
-
-def test_the_coldest_and_hottest_temperatures_and_the_largest_seed_give_text(tmp_path, capsys):
-    ByteTokenizer().save(tmp_path / "bytes.json")
-    write_hugging_face(LLAMA.model_copy(update={"vocab_size": 257}), tmp_path / "hf")
-    flags = [
-        str(tmp_path / "hf"),
-        "--tokenizer",
-        str(tmp_path / "bytes.json"),
-        "--prompt",
-        "a",
-        "--max-new-tokens",
-        "4",
-    ]
-    likeliest = _generated(capsys, *flags, "--temperature", "0")
-    assert _generated(capsys, *flags, "--temperature", "1e-6", "--seed", str(2**64 - 1)) == likeliest
-    assert _generated(capsys, *flags, "--temperature", "inf")
 
 
 @pytest.mark.parametrize("name", ["my_tok.json", "tokenizer.model"])
