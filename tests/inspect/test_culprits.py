@@ -31,29 +31,35 @@ from tests.distributed.test_overflow import Injector
 from tests.parallel.test_expert_parallel import experts_job
 
 ACCUM, TRIALS = 2, 20
+NOBODY = [], Origins([], 0)
 INF, NAN = math.inf, math.nan
+SQUARE = "too large to square"
+AT_NORM = Origin("norm.weight", 1, 1, SQUARE)
 
 
 def _build(dtype=torch.float16):
-    model = make_model()
-    injector = Injector(model)
+    injector = Injector(model := make_model())
     precision = Precision(dtype, loss_scale=StaticLossScale(2.0**8))
     return make_engine(model, precision=precision, shard="states", bucket_size=1500, grad_accum_steps=ACCUM), injector
 
 
-def _attempt(engine, injector, step):
+def _examined(engine, injector, step):
+    """Return (faults, origins) of an examined step."""
+    engine.examine_next_step()
     for micro_batch in range(ACCUM):
         injector.micro_batch = micro_batch
         engine.backward(loss_of(engine.module, make_batch(step, dist.get_rank(), micro_batch)))
-    return engine.step()
-
-
-def _faults(engine, result):
-    return [(peak.name, peak.fault) for peak in gather_peaks(engine, result.by_piece, result.peak_rows) if peak.fault]
+    result = engine.step()
+    peaks = gather_peaks(engine, result.by_piece, result.peak_rows)
+    faults = [(peak.name, peak.fault) for peak in peaks if peak.fault]
+    assert bool(result.found_inf) == bool(faults)
+    return faults, gather_origins(engine, result.examination)
 
 
 def _random_injections(trials):
-    """Return the failures: each trial injects one fault, and both ways of naming must name exactly that."""
+    """Return the failures: each trial injects one fault, and both ways of naming must name exactly that, and nobody in
+    the steps behind it.
+    """
     engine, injector = _build()
     wrong = []
     for trial in range(trials):
@@ -61,59 +67,43 @@ def _random_injections(trials):
         name, rank, micro_batch = draw.choice(engine.plan.param_names), draw.randrange(2), draw.randrange(ACCUM)
         value = draw.choice([INF, -INF, NAN])
         injector.target = (name, micro_batch, value) if dist.get_rank() == rank else None
-        engine.examine_next_step()
-        result = _attempt(engine, injector, trial)
         fault = "NaN" if math.isnan(value) else "inf"
-        origins = gather_origins(engine, result.examination)
-        if not result.found_inf or _faults(engine, result) != [(name, fault)]:
-            wrong.append(f"trial {trial}: {_faults(engine, result)} instead of {name} ({fault})")
-        if origins != Origins([Origin(name, rank, micro_batch, fault)], 0):
-            wrong.append(f"trial {trial}: {origins} instead of rank {rank}, micro-batch {micro_batch}")
+        want = [(name, fault)], Origins([Origin(name, rank, micro_batch, fault)], 0)
+        if (found := _examined(engine, injector, trial)) != want:
+            wrong.append(f"trial {trial}: {found} instead of {want}")
+        injector.target = None
+        wrong += [found for step in range(3) if (found := _examined(engine, injector, 100 * trial + step)) != NOBODY]
     return wrong
 
 
 @pytest.mark.uncounted
-def test_random_injections_are_named_by_parameter_rank_and_micro_batch(run_ranks):
+def test_random_injections_are_named_by_parameter_rank_and_micro_batch_and_clean_steps_name_nobody(run_ranks):
     assert run_ranks(_random_injections, 2, 200 if FULL else TRIALS) == [[], []]
 
 
-def _clean_runs(runs):
-    wrong = []
-    for run in range(runs):
-        engine, injector = _build()
-        for step in range(3):
-            engine.examine_next_step()
-            result = _attempt(engine, injector, 100 * run + step)
-            if _faults(engine, result) or gather_origins(engine, result.examination) != Origins([], 0):
-                wrong.append(f"run {run}, step {step}")
-    return wrong
-
-
-@pytest.mark.uncounted
-def test_clean_runs_name_nobody(run_ranks):
-    assert run_ranks(_clean_runs, 2, TRIALS) == [[], []]
-
-
-def _named(dtype, name, micro_batch, values):
+def _named(dtype, name, values):
     """Return (faults, origins) if each rank injects a value of its own."""
     engine, injector = _build(dtype)
-    injector.target = (name, micro_batch, values[dist.get_rank()])
-    engine.examine_next_step()
-    result = _attempt(engine, injector, 0)
-    return _faults(engine, result), gather_origins(engine, result.examination)
+    injector.target = (name, 1, values[dist.get_rank()])
+    return _examined(engine, injector, 0)
 
 
-def test_a_sum_that_overflows_alone_names_the_parameter_and_no_rank(run_ranks):
-    answer = ([("blocks.1.up.weight", "inf")], Origins([], 0))
-    assert run_ranks(_named, 2, torch.float16, "blocks.1.up.weight", 0, [40_000.0, 40_000.0]) == [answer, answer]
+@pytest.mark.parametrize(
+    ("dtype", "name", "values", "answer"),
+    [
+        (torch.float16, "blocks.1.up.weight", [4e4, 4e4], ([("blocks.1.up.weight", "inf")], Origins([], 0))),
+        (torch.bfloat16, "norm.weight", [1.0, 2.0**64], ([("norm.weight", SQUARE)], Origins([AT_NORM], 0))),
+        (torch.bfloat16, "norm.weight", [1.0, 2.0**63], NOBODY),
+    ],
+    ids=["a sum that overflows alone has no rank", "finite but too large to square", "the largest with a square"],
+)
+def test_a_value_on_each_rank_is_named_by_what_it_does(run_ranks, dtype, name, values, answer):
+    assert run_ranks(_named, 2, dtype, name, values) == [answer, answer]
 
 
-def test_finite_but_too_large_to_square_is_told_apart(run_ranks):
-    origin = Origin("norm.weight", 1, 1, "too large to square")
-    answer = ([("norm.weight", "too large to square")], Origins([origin], 0))
-    assert run_ranks(_named, 2, torch.bfloat16, "norm.weight", 1, [1.0, 2.0**64]) == [answer, answer]
-    answer = ([], Origins([], 0))
-    assert run_ranks(_named, 2, torch.bfloat16, "norm.weight", 1, [1.0, 2.0**63]) == [answer, answer]
+def test_headroom_is_octaves_to_the_end_of_fp16():
+    assert [*map(headroom, (65504.0, 65504 / 4, INF, 0.0, 131008.0))] == [0.0, 2.0, -INF, INF, -1]
+    assert math.isnan(headroom(NAN))
 
 
 def test_a_parameter_in_pieces_is_one_whose_worst_piece_counts():
@@ -174,22 +164,10 @@ def test_origins_come_in_the_order_of_backward_and_the_surplus_is_counted():
     local[0, 7] = torch.tensor([0.0, 3.0, NAN])
     names = [str(number) for number in range(40)]
     found, left_out = origins_of(local, names, 1)
-    assert [(origin.micro_batch, origin.param, origin.fault) for origin in found] == [
-        (0, "7", "NaN"),
-        (1, "9", "inf"),
-        (1, "5", "inf and NaN"),
-    ]
-    assert {origin.rank for origin in found} == {1}
+    places = ("7", 0, "NaN"), ("9", 1, "inf"), ("5", 1, "inf and NaN")
+    assert found == [Origin(name, 1, micro_batch, fault) for name, micro_batch, fault in places]
     assert left_out == 0
     local[..., 0] = 1
     found, left_out = origins_of(local, names, 0)
     assert len(found) + left_out == 3 * 40
     assert [origin.param for origin in found[:41]] == [*reversed(names), "39"]
-
-
-@pytest.mark.parametrize(
-    ("max_abs", "want"), [(65504.0, 0.0), (65504 / 4, 2.0), (INF, -INF), (0.0, INF), (131008.0, -1)]
-)
-def test_headroom_is_octaves_to_the_end_of_fp16(max_abs, want):
-    assert headroom(max_abs) == want
-    assert math.isnan(headroom(NAN))

@@ -13,22 +13,14 @@ from torch.utils.checkpoint import checkpoint
 from megamix.inspect.live_tensors import tell_live_tensors
 
 
-class _Bare(torch.Tensor):
-    """A tensor without a storage to ask."""
-
-    def untyped_storage(self):
-        raise RuntimeError("no storage")
-
-
 def _fail(layer):
     given = torch.randn(500, 300)
-    bare = torch.ones(3).as_subclass(_Bare)
     # A compiler holds fake tensors, which take no memory and have no number as size.
     fake = FakeTensorMode(shape_env=ShapeEnv()).from_tensor(torch.randn(40, 30), static_shapes=False)
     result = layer(given).exp().sin()
     view = result[0]
     again = checkpoint(layer, given, use_reentrant=False)
-    assert (view.shape, again.shape, len(bare), fake.dim()) == ((300,), (500, 300), 3, 2)
+    assert (view.shape, again.shape, fake.dim()) == ((300,), (500, 300), 2)
     raise MemoryError("no more")
 
 

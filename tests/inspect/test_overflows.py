@@ -1,4 +1,6 @@
-"""The report on an overflow distinguishes a non-finite loss, a non-finite gradient and one too large to square."""
+"""The report on an overflow distinguishes a non-finite loss, a non-finite gradient and one too large to square. The end
+of the search for the first loss scale is reported, without overflows that a lower scale cannot cure.
+"""
 
 import math
 
@@ -6,9 +8,11 @@ import pytest
 
 from megamix.inspect.culprits import Origin, Origins, ParamPeak
 from megamix.inspect.overflows import cause, culprit_table, origin_lines, overflow_words
+from megamix.inspect.scale_search import ScaleSearch
 
 INF, NAN = math.inf, math.nan
 NAMES = ["embedding.weight", "blocks.0.up.weight", "blocks.0.down.weight", "blocks.1.up.weight", "norm.weight"]
+MANY = [ParamPeak(str(number), INF, INF) for number in range(40)]
 VALUES = {None: (4.0, 2.0), "inf": (INF, INF), "NaN": (NAN, NAN), "too large to square": (INF, 2.0**64)}
 
 
@@ -33,11 +37,9 @@ def test_one_line_names_the_culprit_and_the_nearest_other():
 
 def test_many_culprits_are_counted_from_the_end_of_the_model():
     faults = {"blocks": "inf", "norm": "NaN", "embedding": "inf"}
-    assert overflow_words(4.5, peaks(**faults)) == (
-        "norm.weight (NaN), blocks.1.up.weight (inf) and 3 more of 5 parameters"
-    )
-    everywhere = {"blocks": "inf", "norm": "inf", "embedding": "inf"}
-    assert overflow_words(4.5, peaks(**everywhere)) == "all 5 parameters (inf)"
+    told = "norm.weight (NaN), blocks.1.up.weight (inf) and 3 more of 5 parameters"
+    assert overflow_words(4.5, peaks(**faults)) == told
+    assert overflow_words(4.5, peaks(**faults | {"norm": "inf"})) == "all 5 parameters (inf)"
 
 
 @pytest.mark.parametrize(
@@ -56,19 +58,14 @@ def test_the_cause_tells_loss_gradient_and_square_apart(loss, fault, words):
 
 
 def test_each_culprit_has_a_line_with_ranks_and_micro_batches():
-    found = [
-        Origin("blocks.1.up.weight", 0, 1, "inf"),
-        Origin("blocks.1.up.weight", 0, 3, "inf"),
-        Origin("blocks.1.up.weight", 2, 0, "NaN"),
-    ]
+    found = [Origin("blocks.1.up.weight", *place) for place in ((0, 1, "inf"), (0, 3, "inf"), (2, 0, "NaN"))]
     assert origin_lines(peaks(blocks_1="NaN", blocks_0_up="inf"), Origins(found, 0)) == [
         "blocks.1.up.weight: inf on rank 0, micro-batches 1, 3; NaN on rank 2, micro-batch 0",
         "blocks.0.up.weight: inf only in the sum over micro-batches and ranks, in no gradient by itself",
     ]
     (_, left_out) = origin_lines(peaks(blocks_1="NaN", blocks_0_up="inf"), Origins(found, 7))
     assert left_out == "blocks.0.up.weight: inf, among the 7 places that are not listed"
-    many = [ParamPeak(str(number), INF, INF) for number in range(40)]
-    assert origin_lines(many, Origins([], 0))[-1] == "and 36 more parameters"
+    assert origin_lines(MANY, Origins([], 0))[-1] == "and 36 more parameters"
 
 
 def test_the_table_of_a_run_that_gives_up_counts_parameters_and_layers():
@@ -80,9 +77,24 @@ def test_the_table_of_a_run_that_gives_up_counts_parameters_and_layers():
         "blocks.0.down.weight: NaN in 1 of 3",
         "layers: blocks.0 (3), norm (1)",
     ]
-    assert culprit_table([[ParamPeak(str(number), INF, INF) for number in range(40)]])[-2] == "and 28 more"
-
-
-def test_attempts_without_an_overflow_name_nobody():
+    assert culprit_table([MANY])[-2] == "and 28 more"
+    # Attempts without an overflow name nobody.
     assert culprit_table([peaks()] * 20) == []
     assert origin_lines(peaks(), Origins([], 0)) == []
+
+
+def test_a_search_tells_the_first_scale_the_found_one_and_the_tries_once():
+    search = ScaleSearch(1.0)
+    assert search.end(2.0**16) == ""
+    assert [search.takes(0, 7.6, 2.0**exponent) for exponent in (24, 23, 22)] == [True] * 3
+    assert search.end(2.0**21) == "loss scale: 2^24 -> 2^21 in 3 tries, nothing lost"
+    assert search.end(2.0**21) == ""
+
+
+def test_overflows_of_another_cause_are_not_in_a_search():
+    search = ScaleSearch(2.0**4)
+    # After the first update; the forward pass is at fault; the floor, or the only scale of a static rule.
+    for attempt in ((1, 7.6, 2.0**16), (0, math.nan, 2.0**16), (0, 7.6, 2.0**4)):
+        assert not search.takes(*attempt)
+    assert search.takes(0, 7.6, 2.0**5)
+    assert search.end(2.0**4) == "loss scale: 2^5 -> 2^4 in 1 try, nothing lost"
