@@ -1,6 +1,6 @@
 """The mean of checkpoints of one model is that of the masters and biases in FP64, rounded once, from any layouts and
-dtypes; it evaluates, exports and begins runs, and other models are refused by what differs. A model from a checkpoint
-has its biases.
+dtypes; it evaluates and begins runs, and other models are refused by what differs. A model from a checkpoint has its
+biases.
 """
 
 import shutil
@@ -73,21 +73,22 @@ def test_of_one_checkpoint_twice_it_evaluates_as_the_checkpoint_and_begins_a_run
 
 def test_other_models_are_refused_by_what_differs(runs, data, tmp_path, capsys):
     run_on_ranks(_job(tmp_path, data, model={"experts": {**EXPERTS, "top_k": 1}, "rope_theta": 500.0}, steps=2))
-    output = ["--output", str(tmp_path / "mean")]
     capsys.readouterr()
-    assert main(["checkpoint", "average", str(runs[0]), str(tmp_path / "run"), *output]) == 2
-    told = capsys.readouterr().err
-    assert "are of different models: " in told
-    assert "model.rope_theta: 10000.0 and 500.0" in told
-    assert "'top_k': 1" in told
-    assert main(["checkpoint", "average", str(runs[0]), *output]) == 2
-    assert "got 1 checkpoint, a mean needs two or more; name more" in capsys.readouterr().err
-    within = str(runs[0] / "checkpoints" / "mean")
-    assert main(["checkpoint", "average", str(runs[0]), str(runs[1]), "--output", within]) == 2
-    assert f"--output: got {within}, lies among the checkpoints" in capsys.readouterr().err
-    hurt = Path(shutil.copytree(runs[1], tmp_path / "hurt"))
-    file = checkpoints(hurt / "checkpoints")[0] / "rank_00001.safetensors"
+
+    def refused(status, told, *others, output=tmp_path / "mean"):
+        assert main(["checkpoint", "average", *map(str, (runs[0], *others)), "--output", str(output)]) == status
+        error = capsys.readouterr().err
+        assert told in error
+        return error
+
+    error = refused(2, "are of different models: ", tmp_path / "run")
+    assert "model.rope_theta: 10000.0 and 500.0" in error
+    assert "'top_k': 1" in error
+    refused(2, "got 1 checkpoint, a mean needs two or more; name more")
+    within = runs[0] / "checkpoints" / "mean"
+    refused(2, f"--output: got {within}, lies among the checkpoints", runs[1], output=within)
+    hurt = checkpoints(Path(shutil.copytree(runs[1], tmp_path / "hurt")) / "checkpoints")[0]
+    file = hurt / "rank_00001.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"\x55")
-    assert main(["checkpoint", "average", str(runs[0]), str(checkpoints(hurt / "checkpoints")[0]), *output]) == 1
-    assert "its checksum is not that" in capsys.readouterr().err
+    refused(1, "its checksum is not that", hurt)
     assert not (tmp_path / "mean").exists()
