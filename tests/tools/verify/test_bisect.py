@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from megamix.builders import objects
+from megamix.tools.verify.foreign import watch
 from megamix.tools.verify.foreign.judge_trainer import judge_trainer
 from megamix.tools.verify.foreign.trainer import load_trainer
-from megamix.tools.verify.foreign.watch import watch_trainer
 from megamix.tools.verify.layouts.judge_steps import judge
 from megamix.tools.verify.layouts.observe import observe
 from tests.conftest import FULL
-from tests.tools.verify.foreign import trainers
+from tests.tools.verify.foreign.trainers import spoil
 from tests.tools.verify.jobs import make_config
 
 TRAINER = f"{Path(__file__).parent / 'foreign/trainers.py'}:Deep"
@@ -22,29 +22,24 @@ PLANTED = [(name, what) for name in MODULES for what in ("output", "gradient")]
 
 
 def watch_planted(name, what):
-    load = watch_trainer.__globals__["load_trainer"]
-    with mock.patch.dict(watch_trainer.__globals__, load_trainer=lambda *place: _planted(load(*place), name, what)):
-        return watch_trainer(TRAINER, 1, bisect=True)
+    def planted(*place):
+        trainer = load_trainer(*place)
+        trainer.spoiled = name, what
+        return trainer
+
+    with mock.patch.object(watch, "load_trainer", planted):
+        return watch.watch_trainer(TRAINER, 1, bisect=True)
 
 
-def _planted(trainer, name, what):
-    trainer.wrong = name, what
-    return trainer
-
-
-@pytest.mark.parametrize(("name", "what"), PLANTED if FULL else PLANTED[2::9])
-def test_the_planted_module_is_named(run_ranks, name, what):
-    verdict = judge_trainer(load_trainer(TRAINER, ranks=2), run_ranks(watch_planted, 2, name, what))
-    where, told = verdict.culprit.split(": ")
-    assert where == name
-    assert told.startswith("its output is" if what == "output" else "its input gradient is")
-
-
-def test_a_right_training_has_no_culprit(run_ranks):
-    seen = run_ranks(watch_planted, 2, "", "")
+@pytest.mark.parametrize(("name", "what"), [("", ""), *PLANTED] if FULL else [("", ""), *PLANTED[2::9]])
+def test_the_planted_module_is_named_and_none_of_a_right_training(run_ranks, name, what):
+    seen = run_ranks(watch_planted, 2, name, what)
     verdict = judge_trainer(load_trainer(TRAINER, ranks=2), seen)
-    assert verdict.differences == []
     assert seen[0][1].tape
+    assert bool(verdict.differences) == bool(name)
+    where, _, told = verdict.culprit.partition(": ")
+    assert where == name
+    assert told.startswith({"output": "its output is", "gradient": "its input gradient is", "": ""}[what])
 
 
 def observe_planted(config, name, what):
@@ -52,10 +47,8 @@ def observe_planted(config, name, what):
 
     def planted(*args, **kwargs):
         model, placements = build(*args, **kwargs)
-        modules = dict(model.named_modules())
-        if name in modules:  # a stage has only some
-            right = modules[name].forward
-            modules[name].forward = lambda *args, **kwargs: trainers.SPOILS[what](right(*args, **kwargs))
+        if module := dict(model.named_modules()).get(name):  # a stage has only some
+            spoil(module, what)
         return model, placements
 
     with mock.patch.object(objects, "build_model", planted):
@@ -80,7 +73,7 @@ def test_the_planted_module_of_a_layout_is_named(run_ranks, layout, name, what):
 
 def test_modules_of_several_dtypes_are_judged_by_the_coarsest(run_ranks):
     where = TRAINER.replace("Deep", "Mixed")
-    seen = run_ranks(watch_trainer, 2, where, 1, True)
+    seen = run_ranks(watch.watch_trainer, 2, where, 1, True)
     trainer = load_trainer(where, ranks=2)
     assert judge_trainer(trainer, seen).differences == []
     for rank in seen:

@@ -2,18 +2,14 @@
 ends with 1. GPUs that are asked for and missing are told; a rank on the CPU sees none.
 """
 
-import math
 import os
 import signal
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 
-from megamix import progress
 from megamix.cli import main
 from megamix.tools.ranks import RankFailure, RankPool, pool_for
 from megamix.tools.verify.core.table import row
@@ -50,6 +46,14 @@ def test_a_difference_is_named_and_is_exit_status_1(monkeypatch, capsys):
     assert "and 1 more: gradient of head.weight" in out
 
 
+@pytest.fixture
+def jobs(monkeypatch):
+    """Return the jobs that are verified, which all pass."""
+    seen = []
+    monkeypatch.setattr(layout_lines, "verify_layout", lambda job, *_: seen.append(job) or Verdict(attempts=4))
+    return seen
+
+
 @pytest.mark.parametrize(
     ("overrides", "want"),
     [
@@ -58,31 +62,18 @@ def test_a_difference_is_named_and_is_exit_status_1(monkeypatch, capsys):
         (["training.micro_batch_size=8", "model.seq_len=256"], (8, 256)),
     ],
 )
-def test_the_size_is_small_unless_an_override_says_otherwise(monkeypatch, capsys, overrides, want):
-    seen = []
-
-    def verify_layout(config, *_):
-        seen.append((config.training.micro_batch_size, config.model.seq_len))
-        return Verdict(attempts=4)
-
-    monkeypatch.setattr(layout_lines, "verify_layout", verify_layout)
+def test_the_size_is_small_unless_an_override_says_otherwise(jobs, capsys, overrides, want):
     assert main(["verify", CONFIG, *overrides, "--layouts", "dp2,tp2"]) == 0
-    assert seen == [want, want]
+    assert [(job.training.micro_batch_size, job.model.seq_len) for job in jobs] == [want, want]
     first = capsys.readouterr().out.splitlines()[0]
     assert first == f"at training.micro_batch_size={want[0]} model.seq_len={want[1]} (overrides take another size)"
 
 
-def test_products_in_fp8_are_verified_behind_the_same_job_in_half(monkeypatch, capsys):
-    seen = []
-
-    def verify_layout(config, *_):
-        seen.append((config.precision.fp8.recipe, config.training.micro_batch_size))
-        return Verdict(attempts=4)
-
-    monkeypatch.setattr(layout_lines, "verify_layout", verify_layout)
+def test_products_in_fp8_are_verified_behind_the_same_job_in_half(jobs, capsys):
     fp8 = "precision.fp8.recipe=tensorwise", "precision.fp8.weight_grad=fp8"
     assert main(["verify", CONFIG, "precision.dtype=bf16", *fp8, "--layouts", "dp2"]) == 0
-    assert seen == [("none", 16), ("tensorwise", 16)]
+    told = [(job.precision.fp8.recipe, job.training.micro_batch_size) for job in jobs]
+    assert told == [("none", 16), ("tensorwise", 16)]
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[2:4]] == ["dp2", "in"]
 
 
@@ -95,17 +86,14 @@ def test_wrong_layouts_are_named_before_any_rank_is_started(capsys):
 
 
 def test_a_rank_that_fails_is_told_and_exit_status_1(monkeypatch, capsys):
-    def fails(*_):
-        raise RankFailure("rank 1: ValueError: no such thing")
-
-    monkeypatch.setattr(layout_lines, "verify_layout", fails)
+    why = "rank 1: ValueError: no such thing"
+    monkeypatch.setattr(layout_lines, "verify_layout", mock.Mock(side_effect=RankFailure(why)))
     monkeypatch.setattr(layout_lines, "pool_for", lambda *_, **__: mock.Mock(where="cpu"))
     assert main(["verify", CONFIG, *SMALL, "--layouts", "dp2,dp1"]) == 1
     said = capsys.readouterr()
     first, second = said.err.splitlines()
     assert first == f"megamix verify: dp2 on 2 rank(s), 1 of 2; {layout_lines.ATTEMPTS}"
     assert second.startswith("megamix verify: dp1 on 1 rank(s), 2 of 2; 2 layout(s), 67 %, ")
-    why = "rank 1: ValueError: no such thing"
     told = [line for name in ("dp2", "dp1") for line in (row(name, "cpu", "fails"), why)]
     assert said.out.splitlines()[2:6] == told
 
@@ -142,45 +130,18 @@ def test_the_gpus_are_used_where_there_are_enough_unless_one_says_otherwise(monk
     assert pool_for(2, where).where == expected
 
 
-def _sees(name):
-    return os.environ[name]
-
-
 def test_a_rank_on_the_cpu_sees_no_gpu():
     with RankPool(1, environment={"CUDA_VISIBLE_DEVICES": "0"}) as pool:
-        assert pool.call(_sees, "CUDA_VISIBLE_DEVICES") == [""]
-
-
-def test_how_long_the_rest_takes_is_told_by_the_ranks_so_far(monkeypatch, capsys):
-    times = iter([10.0, 40.0, 100.0])
-
-    def verify_layout(*_):
-        clock.monotonic = partial(float, next(times))
-        return Verdict(attempts=4)
-
-    clock = SimpleNamespace(monotonic=float)
-    monkeypatch.setattr(layout_lines, "verify_layout", verify_layout)
-    monkeypatch.setattr(layout_lines, "time", clock)
-    monkeypatch.setattr(progress, "time", clock)
-    monkeypatch.setattr(progress, "SILENT_S", math.inf)  # no line between them
-    assert main(["verify", CONFIG, *SMALL, "--layouts", "dp1,dp2,dp4"]) == 0
-    told = capsys.readouterr().err.splitlines()
-    assert [line.rpartition("; ")[2] for line in told] == [
-        layout_lines.ATTEMPTS, "3 layout(s), 14 %, 10 s, about 60 s left", "3 layout(s), 43 %, 40 s, about 53 s left"
-    ]  # fmt: skip
+        assert pool.call(os.getenv, "CUDA_VISIBLE_DEVICES") == [""]
 
 
 def test_who_is_asked_to_end_ends_the_ranks_first(monkeypatch):
-    before = signal.getsignal(signal.SIGTERM)
     pool = mock.Mock()
     monkeypatch.setattr(layout_lines, "verify_layout", lambda *_: signal.raise_signal(signal.SIGTERM))
     monkeypatch.setattr(layout_lines, "pool_for", lambda *_, **__: pool)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # without a handler, this goes on and fails
-    try:
-        with pytest.raises(SystemExit) as ended:
-            main(["verify", CONFIG, *SMALL, "--layouts", "dp1"])
-        assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    with pytest.raises(SystemExit) as ended:
+        main(["verify", CONFIG, *SMALL, "--layouts", "dp1"])
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
     assert ended.value.code == 128 + signal.SIGTERM
     pool.close.assert_called_once()

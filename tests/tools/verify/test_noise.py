@@ -12,36 +12,29 @@ from torch.nn import functional as F
 
 from megamix.model.layers import Head, ParamRule
 from megamix.model.transformer import FeedForward
-from megamix.tools.verify.foreign.judge_trainer import judge_trainer
-from megamix.tools.verify.foreign.trainer import load_trainer
-from megamix.tools.verify.foreign.watch import watch_trainer
 from megamix.tools.verify.layouts.judge_steps import judge
 from megamix.tools.verify.layouts.observe import observe
 from tests.tools.verify.catalogue.foreign import ByHand
+from tests.tools.verify.catalogue.run import judged
+from tests.tools.verify.engine_bugs import GradientTimes, wrong
 from tests.tools.verify.jobs import UPDATES, make_config
 
 CONFIG = make_config("dp1", dtype="bf16")
 
 
-@contextmanager
-def _loss_of_other_logits():
+@wrong(Head, "forward")
+def _loss_of_other_logits(right, self, x, targets=None, *others):
     """With targets, the head takes hidden states that are a tenth larger."""
-    right = Head.forward
-
-    def forward(self, x, targets=None, *others):
-        return right(self, x if targets is None else 1.1 * x, targets, *others)
-
-    with mock.patch.object(Head, "forward", forward):
-        yield
+    return right(self, x if targets is None else 1.1 * x, targets, *others)
 
 
-def _observe_wrong():
-    with _loss_of_other_logits():
+def _observed(bug, *settings):
+    with bug(*settings):
         return observe(CONFIG, UPDATES, None)
 
 
 def test_a_family_whose_loss_is_not_that_of_its_logits_is_named(run_ranks):
-    ranks = run_ranks(_observe_wrong, 1)
+    ranks = run_ranks(_observed, 1, _loss_of_other_logits)
     with _loss_of_other_logits():
         first = judge(CONFIG, ranks, torch.device("cpu"), UPDATES, None).differences[0]
     assert (first.attempt, first.check) == (0, "loss path")
@@ -61,16 +54,13 @@ class HalfInside(ByHand):
 
     def loss(self, model, batch):
         x = model.embed(batch[0])
-        hidden = model.down(
-            model.norm(F.gelu(F.linear(x.bfloat16(), model.up.weight.bfloat16()).to(x) + model.up.bias))
-        )
-        return F.cross_entropy(model.head(x + hidden), batch[1])
+        up = F.linear(x.bfloat16(), model.up.weight.bfloat16()).to(x) + model.up.bias
+        return F.cross_entropy(model.head(x + model.down(model.norm(F.gelu(up)))), batch[1])
 
 
 def test_what_rounding_cannot_have_done_is_a_difference_and_what_it_does_is_none(run_ranks):
-    wheres = [f"{__file__}:{name}" for name in ("ByDtype", "HalfInside")]
-    wrong, right = (judge_trainer(load_trainer(where), run_ranks(watch_trainer, 1, where, 2)) for where in wheres)
-    first = wrong.differences[0]
+    tempered, right = judged(run_ranks, 1, [f"{__file__}:{name}" for name in ("ByDtype", "HalfInside")], 2)
+    first = tempered.differences[0]
     assert (first.attempt, first.check) == (0, "noise")
     assert first.looks_like.startswith("a model or a loss that is not the same in FP64")
     assert right.differences == []
@@ -88,10 +78,8 @@ class _Stack(nn.Module):
         self.rules, self.wrong = {"weight": ParamRule("normal", 0.2)}, wrong
 
     def forward(self, x):
-        wrong = torch.tensor(self.wrong, dtype=x.dtype)[:, None, None]
-        weight = self.weight * wrong - (self.weight * (wrong - 1)).detach()
-        out = torch.einsum("e,eoi,...i->...o", self.factors.to(x.dtype), weight, x)
-        return out
+        weight = GradientTimes.apply(torch.tensor(self.wrong, dtype=x.dtype)[:, None, None], self.weight)
+        return torch.einsum("e,eoi,...i->...o", self.factors.to(x.dtype), weight, x)
 
 
 @contextmanager
@@ -110,20 +98,14 @@ def _stacks(wrong=(1.0, 1.0)):
         yield
 
 
-def _observe_stacks(wrong):
-    with _stacks(wrong):
-        return observe(CONFIG, UPDATES, None)
-
-
-@pytest.mark.parametrize("wrong", [(1.0, 1.0), (1.05, 1.0), (1.0, 1.05)])
-def test_a_gradient_that_is_a_twentieth_too_large_is_named_with_its_matrix(run_ranks, wrong):
-    ranks = run_ranks(_observe_stacks, 1, wrong)
+@pytest.mark.parametrize("factors", [(1.0, 1.0), (1.05, 1.0), (1.0, 1.05)])
+def test_a_gradient_that_is_a_twentieth_too_large_is_named_with_its_matrix(run_ranks, factors):
+    ranks = run_ranks(_observed, 1, _stacks, factors)
     with _stacks():
         verdict = judge(CONFIG, ranks, torch.device("cpu"), UPDATES, None)
+    stack, large = "feed_forward.stack.weight", [at for at in (0, 1) if factors[at] > 1]
     named = {one.where for one in verdict.differences if one.attempt == 0}
-    assert named == {
-        f"blocks.{layer}.feed_forward.stack.weight[{at}]" for layer in (0, 1) for at in (0, 1) if wrong[at] > 1
-    }
-    if wrong != (1.0, 1.0):
+    assert named == {f"blocks.{layer}.{stack}[{at}]" for layer in (0, 1) for at in large}
+    if large:
         assert verdict.differences[0].check == "factor of the gradient"
         assert verdict.differences[0].looks_like.endswith("times the right one, as a whole")

@@ -1,28 +1,25 @@
 """`verify` shortens what reaches beyond its short sequences, and says so: a rank that ignores a window is named."""
 
 import pytest
-import torch
 
 from megamix.tools.verify.core.own_size import at_own_size, size_told
-from megamix.tools.verify.layouts.judge_steps import judge
 from tests.builders import tiny_job
 from tests.model.their_models import SEQ_LEN, write_config
-from tests.tools.verify.jobs import UPDATES, make_config, observe_bug
+from tests.tools.verify.catalogue.run import judged_layouts
+from tests.tools.verify.jobs import make_config
 
 LONG = {"seq_len": 64, "windows": [64, 0]}
 YARN = {"rope_scaling": {"rule": "yarn", "factor": 4.0}}
 
 
-@pytest.mark.parametrize("layout", ["dp2", "cp2"])
-@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
-def test_a_rank_that_ignores_a_long_window_is_named(run_ranks, layout, dtype):
-    config = at_own_size(make_config(layout, dtype=dtype, loss_scale=4.0, model=LONG), [], [layout])
-    right, wrong = (
-        judge(config, run_ranks(observe_bug, 2, config, bug), torch.device("cpu"), UPDATES, None).differences
-        for bug in ("", "window_ignored")
-    )
-    assert right == []
-    assert (wrong[0].attempt, wrong[0].check) == (0, "gradient")
+def test_a_rank_that_ignores_a_long_window_is_named(run_ranks):
+    configs = [
+        at_own_size(make_config(layout, dtype=dtype, loss_scale=4.0, model=LONG), [], [layout])
+        for layout in ("dp2", "cp2") for dtype in ("fp16", "bf16", "fp32")
+    ]  # fmt: skip
+    right, wrong = (judged_layouts(run_ranks, 2, configs, [bug] * 6, None) for bug in ("", "window_ignored"))
+    assert [verdict.differences for verdict in right] == [[]] * 6
+    assert {(verdict.differences[0].attempt, verdict.differences[0].check) for verdict in wrong} == {(0, "gradient")}
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import math
 import re
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,9 +24,9 @@ from megamix.tools.verify.foreign.judge_buffers import check_buffers
 from megamix.tools.verify.foreign.judge_trainer import judge_trainer
 from megamix.tools.verify.foreign.trainer import load_trainer
 from megamix.tools.verify.foreign.watch import SeenStep, watch_trainer
-from megamix.tools.verify.runs import run_lines
 from tests.tools.verify.catalogue.foreign import ByHand, Half
-from tests.tools.verify.runs.test_runs import Pool
+from tests.tools.verify.catalogue.run import judged
+from tests.tools.verify.runs.test_runs import pools
 from tests.tools.verify.test_command import CONFIG, SMALL
 
 PAGE = (Path(__file__).parents[3] / "docs/verify.md").read_text(encoding="utf-8")
@@ -38,47 +39,36 @@ class Blind(ByHand):
         return {}
 
 
-class BlindAndSlow(Blind):
-    def make(self, module):
-        made = self.optimizer(module)
-        for group in made.param_groups:
-            group["lr"] *= 1 + 1e-7  # the option is right, its effect is not
-        made.register_step_pre_hook(lambda *_: [param.grad.mul_(-1) for param in module.parameters()] and None)
-        return made
-
-
-class _NoOptimizer:
-    def step(self):
-        pass
+class BlindAndTurned(Blind):
+    def reduce(self):
+        for grad in self.grads().values():
+            grad.neg_()
 
 
 class NotTorchs(ByHand):
     def make(self, module):
-        return _NoOptimizer()
+        return SimpleNamespace(step=None)
 
 
 class Unscaled(Half):
     """Training with a scaler that never scales: one process overflows, and this training does not."""
 
-    start = 2.0**40
+    start = 0.0
 
-    def micro(self, number, batch, batches):
-        return ByHand.micro(self, number, batch, batches)
+    def setup(self, model):
+        made = super().setup(model)
+        self.scaler.get_scale = lambda: 2.0**40
+        return made
 
-    def update(self):
-        self.optim.step()
 
-
-def _verify(run_ranks, name, ranks=1):
-    where = f"{__file__}:{name}"
-    return judge_trainer(load_trainer(where, ranks=ranks), run_ranks(watch_trainer, ranks, where, 3))
+def _first(run_ranks, name):
+    (verdict,) = judged(run_ranks, 1, [f"{__file__}:{name}"])
+    return verdict.differences[0]
 
 
 @pytest.mark.uncounted
 def test_every_command_of_the_page_runs_and_prints_what_stands_below_it(run_ranks, tmp_path, monkeypatch, capsys):
-    _, script, targets = re.findall(
-        r"^```python\n(.*?)^```$", PAGE, re.M | re.S
-    )  # tests/tools/audit runs the first one
+    _, script, targets = re.findall(r"^```python\n(.*?)^```$", PAGE, re.M | re.S)  # tests/tools/audit runs the first
     (tmp_path / "my_trainer.py").write_text(f"{script}\n{targets}")  # another method of the script's class
     (tmp_path / "configs").symlink_to(Path(CONFIG).parent)
     monkeypatch.chdir(tmp_path)
@@ -88,11 +78,10 @@ def test_every_command_of_the_page_runs_and_prints_what_stands_below_it(run_rank
         return judge_trainer(load_trainer(whole, ranks=world), run_ranks(watch_trainer, world, whole, steps, bisect))
 
     monkeypatch.setattr(trainer_lines, "verify_trainer", by_these_ranks)
-    monkeypatch.setattr(run_lines, "pool_for", Pool)
-    monkeypatch.setattr(Pool, "run", staticmethod(run_ranks), raising=False)
     said = {}
     for line, below in re.findall(r"^```\nmegamix ([^\n]*)\n```\n(?:\n```\n(.*?)^```$)?", PAGE, re.M | re.S):
-        assert main([*shlex.split(line), *(SMALL if "configs/" in line else [])]) == 0
+        with pools(run_ranks):
+            assert main([*shlex.split(line), *(SMALL if "configs/" in line else [])]) == 0
         said[line] = capsys.readouterr().out
         assert _masked(below or said[line]) == _masked(said[line])
     of_scripts = PAGE.count("\nmegamix audit -- ")  # tests/tools/audit/test_script.py runs such
@@ -110,61 +99,51 @@ def _masked(text):
 
 
 def test_without_gradients_updates_are_judged(run_ranks):
-    verdict = _verify(run_ranks, "Blind")
+    (verdict,) = judged(run_ranks, 1, [f"{__file__}:Blind"])
     assert verdict.differences == []
     assert "gradient" not in verdict.worst
     assert 0 < verdict.worst["weight"] < 1
-    first = _verify(run_ranks, "BlindAndSlow").differences[0]
-    assert (first.attempt, first.check) == (0, "weight")
-    assert first.looks_like == "its sign is turned"
+    first = _first(run_ranks, "BlindAndTurned")
+    assert (first.attempt, first.check, first.looks_like) == (0, "weight", "its sign is turned")
 
 
 def test_an_optimizer_that_is_none_of_torchs_is_refused(run_ranks):
-    with pytest.raises(
-        RankFailure, match="returned an optimizer of type _NoOptimizer, must be a torch.optim.Optimizer"
-    ):
-        _verify(run_ranks, "NotTorchs")
+    with pytest.raises(RankFailure, match="an optimizer of type SimpleNamespace, must be a torch.optim.Optimizer"):
+        _first(run_ranks, "NotTorchs")
 
 
 def test_a_training_that_does_not_overflow_where_one_process_does_is_a_difference(run_ranks):
-    first = _verify(run_ranks, "Unscaled").differences[0]
+    first = _first(run_ranks, "Unscaled")
     assert (first.attempt, first.check) == (0, "overflow")
 
 
-def test_nothing_is_within_a_bound_that_is_not_finite():
-    verdict = Verdict()
-    verdict.note("gradient", "weight", 1.0, math.inf)
-    assert len(verdict.differences) == 1
-    verdict.equal("weight", "bias", torch.ones(2), torch.ones(2))
-    assert len(verdict.differences) == 1
-
-
-def test_a_loss_that_is_not_finite_on_one_rank_alone_names_the_rank():
-    native, exact = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1).double()
-    reference = Reference(native, exact, lambda *_: torch.ones(()), lambda *_: torch.ones(()))
-    step = RightStep(reference, {}, [[0, 1], [2, 3]], [[0.25] * 2] * 2)
-    told = step.rank_apart([[1.0, 1.0], [1.0, math.nan]], [1.0] * 4, 0.1)
-    assert told.startswith("another forward on rank 1 alone")
-
-
-def test_what_is_not_finite_after_an_update_is_never_within_a_bound():
+def test_what_is_not_finite_is_never_within_a_bound():
     verdict, weight = Verdict(), torch.ones(4)
-    became = {"master": torch.tensor([1.0, 1.0, torch.nan, 1.0])}
-
+    verdict.note("gradient", "weight", 1.0, math.inf)
+    verdict.equal("weight", "bias", torch.ones(2), torch.ones(2))
     right = RightUpdate(
         rule=lambda name, grad, before, **_: {"master": weight.double()}, name="w", before={"master": weight}, lr=1e-3,
         grad=torch.zeros(4, dtype=torch.float64), weight_decay=0.0, update=1, attempts=1,
     )  # fmt: skip
-    right.note(verdict, became, {"master": torch.float32})
-    assert [(one.check, one.error) for one in verdict.differences] == [("weight", math.inf)]
+    right.note(verdict, {"master": torch.tensor([1.0, 1.0, torch.nan, 1.0])}, {"master": torch.float32})
+    assert [(one.check, one.error) for one in verdict.differences] == [("gradient", 1.0), ("weight", math.inf)]
+
+
+def _reference(plain, loss=torch.sum):
+    def loss_of(model, batch):
+        return loss(model(batch.to([*model.parameters()][-1].dtype)))
+
+    return Reference(plain, copy.deepcopy(plain).double(), loss_of, loss_of)
+
+
+def test_a_loss_that_is_not_finite_on_one_rank_alone_names_the_rank():
+    step = RightStep(_reference(torch.nn.Linear(1, 1)), {}, [[0, 1], [2, 3]], [[0.25] * 2] * 2)
+    told = step.rank_apart([[1.0, 1.0], [1.0, math.nan]], [1.0] * 4, 0.1)
+    assert told.startswith("another forward on rank 1 alone")
 
 
 def test_a_micro_batch_of_few_targets_overflows_by_its_own_share_of_the_scale():
-    def loss_of(model, batch):
-        return model(batch.to(model.weight.dtype)).sum()
-
-    plain = torch.nn.Linear(1, 1, bias=False)
-    reference = Reference(plain, copy.deepcopy(plain).double(), loss_of, loss_of)
+    reference = _reference(torch.nn.Linear(1, 1, bias=False))
     many, few = torch.tensor([[1.0]]), torch.tensor([[3.0]])
     weights = {"weight": torch.ones(1, 1, dtype=torch.float16)}
     step = reference.native_step(weights, [many, few], [0.75, 0.25], 2.0**15)  # 3 * 2^15 is beyond FP16
@@ -174,8 +153,7 @@ def test_a_micro_batch_of_few_targets_overflows_by_its_own_share_of_the_scale():
 
 @pytest.mark.parametrize(("ranks", "numbers"), [(1, 2), (2, 1)])
 def test_a_factor_is_told_of_ranks_and_of_micro_batches_only_where_there_are_several(ranks, numbers):
-    plain = torch.nn.Linear(1, 1)
-    right = RightStep(Reference(plain, plain, *[lambda model, batch: batch] * 2), {}, [[0] * numbers] * ranks, [[1.0]])
+    right = RightStep(_reference(torch.nn.Linear(1, 1)), {}, [[0] * numbers] * ranks, [[1.0]])
     (twice,) = (text for factor, text in right.meanings() if factor == 2)
     absent = "ranks" if ranks == 1 else "micro-batches"
     assert "added up over" in twice
@@ -185,11 +163,7 @@ def test_a_factor_is_told_of_ranks_and_of_micro_batches_only_where_there_are_sev
 @pytest.mark.parametrize("group", [[0, 1], [0, 2]])
 def test_the_gradient_of_one_row_or_column_of_a_mesh_is_named(group):
     plain = torch.nn.Linear(3, 2, bias=False)
-
-    def loss_of(model, batch):
-        return model(batch.to(model.weight.dtype)).square().sum()
-
-    reference = Reference(plain, copy.deepcopy(plain).double(), loss_of, loss_of)
+    reference = _reference(plain, lambda out: out.square().sum())
     batches = [[torch.eye(3)[:1] * (rank + 1) + rank] for rank in range(4)]
     right = RightStep(reference, dict(plain.named_parameters()), batches, [[0.25]] * 4)
     assert right.explain("weight", {"weight": 2 * right.whole["weight"]}, 1e-9).startswith("2 times the right one")
@@ -202,18 +176,9 @@ def test_the_gradient_of_one_row_or_column_of_a_mesh_is_named(group):
 @pytest.mark.parametrize(("updates", "wrong"), [([0], []), ([1], ["0.running_mean", "0.running_var"])])
 def test_a_skipped_step_may_put_back_what_forward_moved_and_an_update_may_not(updates, wrong):
     plain = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1))
-
-    def loss_of(model, batch):
-        return model(batch.to(model[1].weight.dtype)).sum()
-
-    reference = Reference(plain, copy.deepcopy(plain).double(), loss_of, loss_of)
     kept = {name: buffer.clone() for name, buffer in plain.named_buffers() if buffer.is_floating_point()}
     weights = {name: param.detach().clone() for name, param in plain.named_parameters()}
-    right = RightStep(reference, weights | kept, [[torch.arange(12.0).view(4, 3)]], [[1.0]])
-    seen = SeenStep(
-        told={}, weights=weights, states={}, buffers=kept, updates=updates, gradients={}, options={}, loss_scale=1.0,
-        dtypes={}, tape={}, autocast=set(),
-    )  # fmt: skip
-    verdict = Verdict()
+    right = RightStep(_reference(plain), weights | kept, [[torch.arange(12.0).view(4, 3)]], [[1.0]])
+    seen, verdict = SeenStep(weights=weights, buffers=kept, updates=updates), Verdict()
     check_buffers(verdict, right, seen, seen)
     assert [one.where for one in verdict.differences] == wrong

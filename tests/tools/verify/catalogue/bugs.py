@@ -1,45 +1,48 @@
 """An entry of the catalogue, and the table of all."""
 
 import inspect
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TypeVar
-
-T = TypeVar("T", bound=type)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass
 class Bug:
     """One bug: where it is planted, and the first difference that `verify` has to tell."""
 
     name: str
     sentence: str
-    met_in: str
-    file: str  # file of the class; "" for a bug in our engine
-    ranks: int
+    met_in: str  # "": not in the table of the page
     check: str
     where: str = ""  # words in the place of the difference: a parameter, or another thing that was compared
     kind: str = ""  # words of the kind
+    ranks: int = 1
+    attempt: int | None = None  # None: any
+    file: str = ""  # file of the class
+    layout: str = ""  # layout of our engine; "" for a trainer
+    job: dict[str, object] = field(default_factory=dict)  # further settings of the job
     missing: str = ""  # reason why the kind is not named, or the bug not found
-    layout: str = ""  # layout of our engine
-    job: Mapping[str, object] = field(default_factory=dict)  # further settings of the job
-    overflow_at: int | None = None
-    fast: bool = False  # True: always in CI
 
 
-BUGS = {}
+BUGS: dict[str, Bug] = {}
 
 
-def bug(met_in, check, where="", kind="", *, ranks=1, **other):
+def enter(name, doc, *answer, **other):
+    BUGS[name] = Bug(name, " ".join((doc or "").split()), *answer, **other)
+
+
+def bug(met_in, check, where="", kind="", **other):
     """Enter a trainer's class: its docstring is the bug in a sentence."""
 
-    def enter(made):
-        sentence = " ".join((made.__doc__ or "").split())
-        file = inspect.getfile(made)
-        BUGS[made.__name__] = Bug(
-            name=made.__name__, sentence=sentence, met_in=met_in, file=file, ranks=ranks, check=check, where=where,
-            kind=kind, **other,
-        )  # fmt: skip
+    def of(made):
+        enter(made.__name__, made.__doc__, met_in, check, where, kind, file=inspect.getfile(made), **other)
         return made
 
-    return enter
+    return of
+
+
+def named(bug, verdict):
+    """Return whether the first difference is at the right place and of the right kind."""
+    if not verdict.differences:
+        return False
+    first = verdict.differences[0]
+    right = first.check.startswith(bug.check) and bug.where in first.where and bug.kind in first.looks_like
+    return right and bug.attempt in (None, first.attempt)

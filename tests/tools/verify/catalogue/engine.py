@@ -1,223 +1,120 @@
-"""Bugs in our own engine: tests/tools/verify/jobs.py plants them."""
+"""Bugs in our own engine: tests/tools/verify/engine_bugs.py plants them. Those that nobody met are not in the table."""
 
-from tests.tools.verify.catalogue.bugs import BUGS, Bug
+from tests.conftest import FULL
+from tests.tools.verify import engine_bugs
+from tests.tools.verify.catalogue.bugs import BUGS, enter
 from tests.tools.verify.jobs import EXPERTS, OVERFLOW_AT
 
-
-def _enter(name, met_in, layout, check, where="", kind="", ranks=2, **other):
-    key = f"{name} ({layout})"
-    BUGS[key] = Bug(
-        name=key, sentence=SENTENCES[name], met_in=met_in, file="", ranks=ranks, check=check, where=where, kind=kind,
-        layout=layout, **other,
-    )  # fmt: skip
-
-
-SENTENCES = {
-    "gradients_not_reduced": "One bucket's reduction is left out: every rank keeps its own gradient.",
-    "positions_of_one_rank": "Only one rank's positions count for a norm, which tensor-parallel ranks replicate.",
-    "norm_counted_per_rank": "Every rank's squares count as often as there are ranks.",
-    "norm_counts_replicated": "The norm counts a parameter that tensor-parallel ranks replicate once for each of them.",
-    "tables_in_half": "A cast of the whole model rounds the rotary tables with the parameters.",
-    "wrong_divisor": "The loss is divided by the number of micro-batches once more, as if a schedule did it, too.",
-    "scale_applied_twice": "The loss scale is in the loss twice.",
-    "stale_gather": "The other ranks' parts of one bucket never arrive.",
-    "unit_freed_early": "In backward the next unit's weights take the memory of the one that still computes.",
-    "stale_shards": "The weights gathered behind a step are the casts of the masters before it.",
-    "gradients_freed_early": "One rank's gradients are freed, and their memory taken, before they are sent.",
-    "matrices_by_parts": "Muon makes each rank's part of a matrix orthogonal by itself.",
-    "tall_not_orthogonalised": "A special path for tall matrices skips Muon's iteration.",
-    "muon_per_micro_batch": "Muon makes each micro-batch's gradient orthogonal, and these are added up.",
-    "momentum_moves_on_skipped": "Muon updates its momentum before it is known whether the step is skipped.",
-    "moments_move_on_skipped": "The moments of a direction's rows move before it is known whether the step is skipped.",
-    "heads_not_split": "Muon treats several matrices, stacked in one parameter, as one.",
-    "matrices_decay_twice": "Weight decay is applied by the optimizer's wrapper, and once more by its equation.",
-    "expert_gradients_larger": "The gradients of experts get a factor that the others do not have.",
-    "router_in_half": "The router multiplies in half, and only its softmax is in FP32.",
-    "biased_weights": "The bias that balances the experts' loads is in the factors of their outputs, too.",
-    "counted_in_recompute": "Backward, which runs a block again, counts the tokens of its experts again.",
-    "bias_of_own_counts": "Each rank moves the bias of experts by the counts of its own tokens.",
-    "average_moves_on_skipped": "An average of the weights moves in a skipped step, too.",
-    "average_of_halves": "An average of the weights is taken of their half copies.",
-    "betas_of_the_first_group": "Groups with betas of their own get those of the optimizer.",
-    "momentum_one_update_early": "Each update has the momentum that its schedule has for the next one.",
-    "tied_table_not_summed": "Each end of a pipeline trains its own copy of the table.",
-}
-
-_enter(
-    "gradients_not_reduced",
-    "NeMo-RL #3716, Megatron #1446",
-    "tp2sp",
-    "gradient",
-    "norm.weight",
-    "each rank's own: the others' parts are missing",
-)
-_enter(
-    "positions_of_one_rank",
-    "Megatron #1446",
-    "tp2sp",
-    "gradient",
-    "norm.weight",
-    "each rank's own: the others' parts are missing",
-)
-_enter("gradients_not_reduced", "several", "dp2", "gradient", "", "each rank's own: the others' parts are missing")
-_enter("norm_counted_per_rank", "Megatron #5916", "tp2", "norm", "all gradients", "times the root of 2")
-_enter(
-    "norm_counts_replicated",
-    "Megatron #7452",
-    "tp2",
-    "norm",
-    "all gradients",
-    "it counts twice what tensor-parallel ranks replicate",
-)
-_enter("tables_in_half", "transformers #25681, DeepSpeed #5812", "dp2", "buffer", "rotary.cos", "rounded to FP16")
-_enter("wrong_divisor", "DeepSpeed #8154", "pp2", "gradient", "", "divided by the number of micro-batches twice")
-_enter("scale_applied_twice", "several", "dp2", "gradient", "", "the loss scale left in")
-_enter("stale_gather", "Megatron #950, #663", "dp2", "half copy", "", missing="the check says it: a copy that is stale")
-_enter("unit_freed_early", "pytorch #194519", "dp2-parameters", "gradient", "blocks.", "lost: nothing but zeros")
-_enter(
-    "stale_shards",
-    "Megatron #950, #663",
-    "dp2-parameters",
-    "half copy",
-    "",
-    missing="the check says it: a copy that is stale",
-)
-_enter(
-    "gradients_freed_early",
-    "DeepSpeed #7965, #5545",
-    "dp2-gradients",
-    "gradient",
-    "",
-    "each rank's own: the others' parts are missing",
-)
-_enter(
-    "tied_table_not_summed",
-    "several",
-    "pp2",
-    "copies (gradient",
-    "embedding.weight",
-    missing="the check says it: two copies differ",
-)
-_enter(
-    "average_moves_on_skipped",
-    "several",
-    "dp2",
-    "average after an overflow",
-    "",
-    "moved by a step that is none",
-    job={"average": 0.9},
-    overflow_at=OVERFLOW_AT,
-)
-_enter(
-    "average_of_halves", "several", "dp2-parameters", "average", "", missing="found, not named", job={"average": 0.9}
-)
+STALE = "the check says it: a copy that is stale"
+OWN = "each rank's own: the others' parts are missing"
+ONE_RANK = "that of the shards of rank 0 alone"
+NO_STEP = {"kind": "moved by a step that is none", "attempt": OVERFLOW_AT}
 MUON = {"name": "muon"}
-_enter("matrices_by_parts", "DeepSpeed #7807", "dp2", "direction", "", missing="found, not named", job=MUON)
-_enter("matrices_by_parts", "DeepSpeed #8437", "tp2", "direction", "", missing="found, not named", job=MUON)
-_enter(
-    "tall_not_orthogonalised", "DeepSpeed #8441, #8461", "dp2", "direction", "", missing="found, not named", job=MUON
-)
-_enter(
-    "muon_per_micro_batch",
-    "DeepSpeed #8443",
-    "dp1",
-    "gradient",
-    "blocks.",
-    "made orthogonal in each micro-batch",
-    ranks=1,
-    job=MUON,
-)
-_enter(
-    "momentum_moves_on_skipped",
-    "DeepSpeed #8432",
-    "dp2",
-    "momentum_buffer after an overflow",
-    "blocks.",
-    "moved by a step that is none",
-    job=MUON,
-    overflow_at=OVERFLOW_AT,
-)
-_enter(
-    "moments_move_on_skipped",
-    "several",
-    "dp2",
-    "direction_sq after an overflow",
-    "blocks.",
-    "moved by a step that is none",
-    job=MUON | {"muon": {"row_beta2": 0.9}},
-    overflow_at=OVERFLOW_AT,
-)
-_enter(
-    "heads_not_split",
-    "xtuner #2030, miles #3096",
-    "dp2",
-    "direction",
-    "query.weight, rows ",
-    missing="found, not named",
-    job=MUON | {"family": "per_head"},
-)
-_enter("matrices_decay_twice", "Neuron_SP #13", "dp2", "weight", "blocks.", "weight decay twice", job=MUON)
-_enter(
-    "betas_of_the_first_group",
-    "Paddle #63616, DeepSpeed #8440",
-    "dp2",
-    "exp_avg",
-    "embedding.weight",
-    missing="found, not named",
-    job={"groups": [{"pattern": "embedding.*", "betas": [0.5, 0.6], "eps": 1e-6}]},
-)
-_enter(
-    "momentum_one_update_early",
-    "mmcv #1626",
-    "dp2",
-    "weight",
-    "",
-    missing="found, not named",
-    job={"name": "nag", "schedules": {"momentum": {"start": 0.5, "warmup_steps": 2}}},
-)
 MIXTURE = {"model": {"experts": EXPERTS}}
-_enter(
-    "expert_gradients_larger",
-    "DeepSpeed #6545, pytorch #160285",
-    "dp2",
-    "gradient",
-    "blocks.1.feed_forward.down.weight[",
-    "1.1 times the right one",
-    job=MIXTURE,
-)
-_enter(
-    "router_in_half",
-    "torchtitan #2389, prime-rl #2952",
-    "dp2",
-    "scores",
-    "router on rank 0",
-    missing="found, not named",
-    job=MIXTURE,
-)
-_enter(
-    "biased_weights",
-    "transformers #39581",
-    "dp2",
-    "gradient",
-    "blocks.1.feed_forward.down.weight[",
-    missing="no kind gives these numbers",
-    job=MIXTURE,
-)
-_enter(
-    "counted_in_recompute",
-    "torchtitan #1593",
-    "dp2",
-    "counts",
-    "router.balance on rank 0",
-    missing="found, not named",
-    job={"model": {"experts": EXPERTS, "recompute": "full"}},
-)
-_enter(
-    "bias_of_own_counts",
-    "TransformerEngine #3471",
-    "dp2",
-    "tally",
-    "router.balance.value on rank",
-    missing="found, not named",
-    job=MIXTURE,
-)
+WEIGHT, BALANCE = "blocks.1.feed_forward.down.weight[", "blocks.1.feed_forward.router.balance"
+
+
+def _bug(bug, met_in, layout, check, where="", kind="", ranks=2, attempt=0, **other):
+    doc, missing = getattr(engine_bugs, bug).__doc__, "" if kind else "found, not named"
+    answer = {"met_in": met_in, "check": check, "where": where, "kind": kind, "missing": missing} | other
+    enter(f"{bug} {len(BUGS)}", doc, layout=layout, ranks=ranks, attempt=attempt, **answer)
+
+
+_bug("gradients_not_reduced", "NeMo-RL #3716, Megatron #1446", "tp2sp", "gradient", "norm.weight", OWN)
+_bug("positions_of_one_rank", "Megatron #1446", "tp2sp", "gradient", "norm.weight", OWN)
+_bug("gradients_not_reduced", "several", "dp2", "gradient", "", OWN)
+_bug("norm_counted_per_rank", "Megatron #5916", "tp2", "norm", "all gradients", "times the root of 2")
+_bug("norm_counts_replicated", "Megatron #7452", "tp2", "norm", "all", "it counts twice what tensor-parallel")
+MET = "transformers #25681, DeepSpeed #5812"
+_bug("tables_in_half", MET, "dp2", "buffer", "rotary.cos", "rounded to FP16", attempt=-1)
+_bug("wrong_divisor", "DeepSpeed #8154", "pp2", "gradient", "", "divided by the number of micro-batches twice")
+_bug("scale_applied_twice", "several", "dp2", "gradient", "", "the loss scale left in")
+_bug("stale_gather", "Megatron #950, #663", "dp2", "half copy", missing=STALE)
+_bug("unit_freed_early", "pytorch #194519", "dp2-parameters", "gradient", "blocks.", "lost: nothing but zeros")
+_bug("stale_shards", "Megatron #950, #663", "dp2-parameters", "half copy", missing=STALE)
+_bug("gradients_freed_early", "DeepSpeed #7965, #5545", "dp2-gradients", "gradient", "", "rank 1's part is missing")
+_bug(
+    "tied_table_not_summed", "several", "pp2", "copies (gradient of rank 1 differs", "embedding.weight",
+    missing="the check says it: two copies differ",
+)  # fmt: skip
+AVERAGE = {"average": 0.9}
+_bug("average_moves_on_skipped", "several", "dp2", "average after an overflow", job=AVERAGE, **NO_STEP)
+_bug("average_of_halves", "several", "dp2-parameters", "average", job=AVERAGE)
+
+_bug("matrices_by_parts", "DeepSpeed #7807", "dp2", "direction", job=MUON)
+_bug("matrices_by_parts", "DeepSpeed #8437", "tp2", "direction", job=MUON)
+_bug("tall_not_orthogonalised", "DeepSpeed #8441, #8461", "dp2", "direction", job=MUON)
+EACH = "made orthogonal in each micro-batch"
+_bug("muon_per_micro_batch", "DeepSpeed #8443", "dp1", "gradient", "blocks.", EACH, ranks=1, job=MUON)
+MOMENTUM, ROWS = "momentum_buffer after an overflow", "direction_sq after an overflow"
+_bug("momentum_moves_on_skipped", "DeepSpeed #8432", "dp2", MOMENTUM, "blocks.", job=MUON, **NO_STEP)
+OF_ROWS = MUON | {"muon": {"row_beta2": 0.9}}
+_bug("moments_move_on_skipped", "several", "dp2", ROWS, "blocks.", job=OF_ROWS, **NO_STEP)
+PER_HEAD = MUON | {"family": "per_head"}
+_bug("heads_not_split", "xtuner #2030, miles #3096", "dp2", "direction", "query.weight, rows ", job=PER_HEAD)
+_bug("matrices_decay_twice", "Neuron_SP #13", "dp2", "weight", "blocks.", "weight decay twice", job=MUON)
+
+BETAS = {"groups": [{"pattern": "embedding.*", "betas": [0.5, 0.6], "eps": 1e-6}]}
+MET = "Paddle #63616, DeepSpeed #8440"
+_bug("betas_of_the_first_group", MET, "dp2", "exp_avg", "embedding.weight", job=BETAS)
+SCHEDULES = {"momentum": {"start": 0.5, "warmup_steps": 2}, "weight_decay": {"end": 0.0}}
+SCHEDULED = {"name": "nag", "schedules": SCHEDULES}
+_bug("momentum_one_update_early", "mmcv #1626", "dp2", "weight", job=SCHEDULED)
+
+MET = "DeepSpeed #6545, pytorch #160285"
+_bug("expert_gradients_larger", MET, "dp2", "gradient", WEIGHT, "1.1 times the right one", job=MIXTURE)
+AT_ROUTER = {"where": "blocks.1.feed_forward.router on rank 0", "job": MIXTURE}
+_bug("router_in_half", "torchtitan #2389, prime-rl #2952", "dp2", "scores", **AT_ROUTER)
+NO_KIND = "no kind gives these numbers"
+_bug("biased_weights", "transformers #39581", "dp2", "gradient", WEIGHT, job=MIXTURE, missing=NO_KIND)
+RECOMPUTED = {"model": {"experts": EXPERTS, "recompute": "full"}}
+ON_0 = f"{BALANCE} on rank 0"
+_bug("counted_in_recompute", "torchtitan #1593", "dp2", "counts", ON_0, job=RECOMPUTED)
+MET = "TransformerEngine #3471"
+_bug("bias_of_own_counts", MET, "dp2", "tally", f"{BALANCE}.value on rank", job=MIXTURE)
+
+for layout in ("dp2", "pp2"):
+    _bug("norm_counted_per_rank", "", layout, "norm", "all gradients", "times the root of 2")
+    _bug("norm_of_one_rank", "", layout, "norm", "all gradients", ONE_RANK)
+_bug("norm_leaves_out", "", "dp2", "norm", "all gradients", "it leaves out embedding.weight")
+for layout in ("dp2", "tp2"):
+    _bug("wrong_divisor", "", layout, "gradient", "", "divided by the number of micro-batches twice")
+for layout in ("tp2", "pp2"):
+    _bug("scale_applied_twice", "", layout, "gradient", "", "the loss scale left in")
+FLAG = "overflow flag"
+_bug("scale_applied_twice", "", "dp2", FLAG, "one rank, which has none", job={"loss_scale": 2.0**10})
+_bug("stale_gather", "", "tp2", "half copy")
+_bug("gradients_freed_early", "", "dp2-parameters", "gradient", "", OWN)
+_bug("table_moves_on_skipped", "", "tp2", "buffer", "rotary.cos on rank 1", attempt=OVERFLOW_AT)
+
+LATE = {"keys": {"lr_schedule": {"warmup_steps": 4}}}
+WANT = "where the schedule has 0.005 for update 2"
+_bug("schedule_one_update_late", "", "dp1", "lr", "", WANT, attempt=None, ranks=1, job=LATE)
+for form in ("gradient", "velocity"):
+    coupled, decoupled = (
+        {"name": "nag", "nag": {"momentum": 0.9, "momentum_form": form, "decoupled_weight_decay": rule}}
+        for rule in (False, True)
+    )
+    TAKEN, ADDED = "weight decay taken from the weights, not added", "weight decay added to the gradient, not to the"
+    _bug("decay_by_the_other_rule", "", "dp2", "weight", "", TAKEN, job=coupled)
+    _bug("decay_by_the_other_rule", "", "dp2", "weight", "", ADDED, job=decoupled)
+PLAIN = {"name": "nag", "nag": {"momentum": 0.0}}
+_bug("decay_on_all", "", "dp2", "weight", "norm.weight", job=PLAIN)
+NORMS = {"groups": [{"pattern": "*norm.weight", "weight_decay": 0.3}]}
+_bug("decay_on_all", "", "tp2", "weight", "norm.weight", job=NORMS)
+FROZEN = {"groups": [{"pattern": "embedding.*", "lr_factor": 0.0}]}
+_bug("frozen_moves", "", "dp2", "weight", "embedding.weight", job=FROZEN)
+_bug("recomputed_elsewhere", "", "tp2", "gradient", "blocks.", job={"model": {"recompute": "full"}})
+PACKED = {"packing": "documents", "model": {"recompute": "selective"}}
+_bug("documents_seen_across", "", "dp2", "gradient", job=PACKED)
+if FULL:  # the compiler takes a minute
+    _bug("wrong_divisor", "", "dp2", "gradient", "", "0.5 times the", job={"model": {"compile": True}})
+
+_bug("expert_gradients_over_ep", "", "dp2ep2", "gradient", WEIGHT, "0.5 times the right one", job=MIXTURE)
+_bug("rows_of_the_other_rank", "", "dp2ep2", "gradient", "norm.weight", job=MIXTURE)
+_bug("rows_not_regrouped", "", "dp2ep2", "gradient", "norm.weight", job=MIXTURE)
+_bug("experts_permuted", "", "dp2", "gradient", "norm.weight", "that of stacks turned by 1", job=MIXTURE)
+for bug in ("worst_experts_chosen", "choice_by_rounded_scores"):
+    _bug(bug, "", "dp2", "choice of experts", "router on rank", "not by its own scores", job=MIXTURE)
+_bug("bias_moves_on_skipped", "", "dp2", "tally", f"{BALANCE}.value on rank 0", job=MIXTURE, **NO_STEP)
+_bug("experts_not_reduced", "", "dp4ep2", "gradient", WEIGHT, ranks=4, job=MIXTURE)

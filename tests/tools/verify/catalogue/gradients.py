@@ -1,17 +1,18 @@
 """Bugs in loss, gradient and samples of somebody's training."""
 
+from itertools import count
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from tests.tools.verify.catalogue.bugs import bug
-from tests.tools.verify.catalogue.foreign import ByHand, Unequal
+from tests.tools.verify.catalogue.foreign import ByHand, Ddp, Unequal
 
 
-@bug("transformers #24725, torchtune #1875", "gradient", "", "a mean of micro-batches' means", fast=True)
+@bug("transformers #24725, torchtune #1875", "gradient", "", "a mean of micro-batches' means")
 class MeanOfMeans(Unequal):
     """Accumulation takes the mean of the micro-batches' means, whatever their numbers of targets."""
 
@@ -108,7 +109,7 @@ class ClearedInside(ByHand):
         return super().micro(number, batch, batches)
 
 
-@bug("torchforge #71, tt-blacksmith #711", "gradient", "", "the last step's gradient still in it", fast=True)
+@bug("torchforge #71, tt-blacksmith #711", "gradient", "", "the last step's gradient still in it")
 class NeverCleared(ByHand):
     """Gradients are never set to zero."""
 
@@ -125,15 +126,7 @@ class DepositedTwice(ByHand):
         return super().micro(number, batch, batches) if number == 0 else loss
 
 
-class Ddp(ByHand):
-    def wrap(self, model):
-        return DistributedDataParallel(model)
-
-    def reduce(self):
-        pass
-
-
-@bug("FunASR #3472", "gradient", "", "micro-batch 1 is not reduced over the ranks", ranks=2, fast=True)
+@bug("FunASR #3472", "gradient", "", "micro-batch 1 is not reduced over the ranks", ranks=2)
 class SyncOnTheFirst(Ddp):
     """The first micro-batch is reduced and the last one is not."""
 
@@ -156,10 +149,9 @@ class NormNotReduced(ByHand):
     """The gradient of a norm, which ranks replicate, is not reduced."""
 
     def reduce(self):
-        kept = {name: grad.clone() for name, grad in self.grads().items() if "norm" in name}
+        own = self.grads()["norm.weight"].clone()
         super().reduce()
-        for name, grad in kept.items():
-            self.grads()[name].copy_(grad)
+        self.grads()["norm.weight"].copy_(own)
 
 
 @bug("several", "gradient", "down.weight", "counted twice", ranks=4)
@@ -176,82 +168,54 @@ class HookTwice(ByHand):
 class Tied(ByHand):
     tied = True
 
+    def forward(self, batch):
+        x = self.module.embed(batch[0])
+        logits = F.linear(x + self.module.hidden(x), self.end(self.module.head.weight))
+        return F.cross_entropy(logits, batch[1])
 
-@bug(
-    "entrenar #314, several", "gradient", "embed.weight", "through head.weight is missing: the table is tied", fast=True
-)
+
+@bug("entrenar #314, several", "gradient", "embed.weight", "through head.weight is missing: the table is tied")
 class TiedEndLost(Tied):
     """One end of a tied table gives no gradient."""
 
-    def forward(self, batch):
-        x = self.module.embed(batch[0])
-        logits = F.linear(x + self.module.hidden(x), self.module.head.weight.detach())
-        return F.cross_entropy(logits, batch[1])
+    def end(self, weight):
+        return weight.detach()
 
 
 @bug("several", "gradient", "embed.weight", "through head.weight counts twice: the table is tied")
 class TiedEndTwice(Tied):
     """Both stages of a pipeline add the gradient of the same end of a tied table."""
 
-    def forward(self, batch):
-        x = self.module.embed(batch[0])
-        weight = self.module.head.weight
-        logits = F.linear(x + self.module.hidden(x), 2 * weight - weight.detach())
-        return F.cross_entropy(logits, batch[1])
+    def end(self, weight):
+        return 2 * weight - weight.detach()
 
 
 @bug("Megatron #656", "name", "head.weight", "only your training has")
-class Untied(Tied):
+class Untied(ByHand):
     """Wrapping unties the table: head and embedding go their own ways."""
+
+    tied = True
 
     def wrap(self, model):
         model.head.weight = nn.Parameter(model.head.weight.detach().clone())
         return model
 
 
-def _dropped(hidden, x, seed):
-    kept = torch.rand(x.shape, generator=torch.Generator().manual_seed(seed)) > 0.2
-    return hidden(x * kept)
-
-
 @bug("torchtitan #1593", "gradient", "", "a wrong backward or reduction: the loss is right")
 class RecomputedDropout(ByHand):
     """Recompute draws dropout anew: backward sees another mask than forward."""
 
+    module = None  # the plain model is not recomputed
+
     def loss(self, model, batch):
-        tokens, targets = batch
-        x = model.embed(tokens)
-        return F.cross_entropy(model.head(x + self.dropped(model, x)), targets)
+        x, seeds = model.embed(batch[0]), count()
 
-    def dropped(self, model, x):
-        return _dropped(model.hidden, x, 1)
+        def dropped(x):
+            kept = torch.rand(x.shape, generator=torch.Generator().manual_seed(next(seeds))) > 0.2
+            return model.hidden(x * kept)
 
-    def setup(self, model):
-        seeds = iter(range(1000))
-        plain = self.dropped
-
-        def recomputed(model, x):
-            first = []
-
-            def block(x):
-                first.append(next(seeds))
-                return _dropped(model.hidden, x, 1 if len(first) == 1 else 2 + first[-1])
-
-            return checkpoint(block, x, use_reentrant=False) if model is self.module else plain(model, x)
-
-        self.dropped = recomputed
-        return super().setup(model)
-
-
-class _WrongBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad.roll(1, 0)
+        hidden = checkpoint(dropped, x, use_reentrant=False) if model is self.module else dropped(x)
+        return F.cross_entropy(model.head(x + hidden), batch[1])
 
 
 @bug("accelerate #4177", "gradient", "", "a wrong backward or reduction: the loss is right")
@@ -259,32 +223,27 @@ class RightForwardWrongBackward(ByHand):
     """A layer's backward gives its gradients to the wrong positions."""
 
     def wrap(self, model):
-        model.up.register_forward_hook(lambda module, args, out: _WrongBackward.apply(out))
+        model.up.register_full_backward_pre_hook(lambda module, grads: (grads[0].roll(1, 0),))
         return model
 
 
-@bug("Megatron #950, #663", "gradient", "", "stale weights", fast=True)
+@bug("Megatron #950, #663", "gradient", "", "stale weights")
 class StaleWeights(ByHand):
     """Forward reads weights that the last update has not reached yet."""
 
-    def wrap(self, model):
-        self.copy = self.model()
-        return model
+    old = None
 
-    def forward(self, batch):
-        return self.loss(self.copy, batch)
+    def clear(self):
+        super().clear()
+        self.new = [param.data for param in self.module.parameters()]
+        for param, old in zip(self.module.parameters(), self.old or self.new, strict=True):
+            param.data = old.clone()
 
-    def micro(self, number, batch, batches):
-        loss = super().micro(number, batch, batches)
-        for param, stale in zip(self.module.parameters(), self.copy.parameters(), strict=True):
-            param.grad = stale.grad
-        return loss
-
-    def update(self):
-        self.copy.load_state_dict(self.module.state_dict())
-        for stale in self.copy.parameters():
-            stale.grad = None
-        super().update()
+    def reduce(self):
+        super().reduce()
+        self.old = [new.clone() for new in self.new]
+        for param, new in zip(self.module.parameters(), self.new, strict=True):
+            param.data = new
 
 
 @bug("Megatron #4609", "gradient", "", "times the weights added to it")
@@ -296,26 +255,30 @@ class GatherLeftInGradients(ByHand):
             param.grad = param.detach().clone()
 
 
-@bug("SimSiam #16, several", "gradient", "", "all ranks read its samples", ranks=2)
-class AllReadTheSame(ByHand):
-    """No sampler divides the data: every rank reads the first one's."""
+class _OfAnother(ByHand):
+    """Training that reads the samples of the rank `whose`."""
+
+    at = -1
 
     def step(self, batches):
-        return super().step(self.batches(getattr(self, "at", 0), 0, self.ranks))
+        self.at += 1
+        return super().step(self.batches(self.at, self.whose(), self.ranks))
 
-    def update(self):
-        super().update()
-        self.at = getattr(self, "at", 0) + 1
+
+@bug("SimSiam #16, several", "gradient", "", "all ranks read its samples", ranks=2)
+class AllReadTheSame(_OfAnother):
+    """No sampler divides the data: every rank reads the first one's."""
+
+    def whose(self):
+        return 0
 
 
 @bug("several", "gradient", "", "rank 3 reads the samples of rank 1", ranks=4)
-class OneReadsAnothers(ByHand):
+class OneReadsAnothers(_OfAnother):
     """A rank's place is computed from a wrong axis: one reads what another one reads."""
 
-    def step(self, batches):
-        step = getattr(self, "at", 0)
-        self.at = step + 1
-        return super().step(self.batches(step, 1, self.ranks) if self.rank == 3 else batches)
+    def whose(self):
+        return 1 if self.rank == 3 else self.rank
 
 
 @bug("several", "gradient", "", "rank 1's part is missing", ranks=2)
@@ -329,7 +292,7 @@ class RankLeftOut(ByHand):
         super().reduce()
 
 
-@bug("several", "samples", "micro-batch 0 of rank 1", "those of micro-batch 0 of rank 0", ranks=2, fast=True)
+@bug("several", "samples", "micro-batch 0 of rank 1", "those of micro-batch 0 of rank 0", ranks=2)
 class DealtTwice(ByHand):
     """The loader deals the same samples to two ranks."""
 
@@ -368,18 +331,18 @@ class LossInHalf(ByHand):
         return loss + (loss.detach().bfloat16() - loss.detach())
 
 
-@bug("torchao #4300", "gradient", "", "another forward on rank 1 alone", ranks=2, fast=True)
+@bug("torchao #4300", "gradient", "", "another forward on rank 1 alone", ranks=2)
 class LowPrecisionGather(ByHand):
     """The weights that others gather are rounded: 3 bits of mantissa are left."""
 
     def forward(self, batch):
-        kept = {name: param.detach().clone() for name, param in self.module.named_parameters()}
+        kept = [param.detach().clone() for param in self.module.parameters()]
         if self.rank:
             for param in self.module.parameters():
                 param.data = param.data.to(torch.float8_e4m3fn).float()
         loss = super().forward(batch)
-        for name, param in self.module.named_parameters():
-            param.data.copy_(kept[name])
+        for param, right in zip(self.module.parameters(), kept, strict=True):
+            param.data.copy_(right)
         return loss
 
 

@@ -1,47 +1,65 @@
-"""Run entries of the catalogue on a pool of ranks, and judge them."""
+"""Run trainings and entries of the catalogue on a pool of ranks, and judge them."""
 
 import torch
 
 from megamix.tools.verify.foreign.judge_trainer import judge_trainer
-from megamix.tools.verify.foreign.trainer import load_trainer
+from megamix.tools.verify.foreign.trainer import check_trainer, load_trainer
 from megamix.tools.verify.foreign.watch import watch_trainer
 from megamix.tools.verify.layouts.judge_steps import judge
 from tests.tools.verify.catalogue import engine, gradients, scaling, updates
 from tests.tools.verify.catalogue.bugs import BUGS
-from tests.tools.verify.jobs import UPDATES, make_config, observe_bug
+from tests.tools.verify.foreign import loop_bugs, trainers
+from tests.tools.verify.jobs import OVERFLOW_AT, UPDATES, make_config, observe_bugs
 
+ENTERED = (engine, gradients, scaling, updates, loop_bugs, trainers)
 STEPS = 3
-ENTERED = (engine, gradients, scaling, updates)
+AT_ONCE = 6  # more would fill the memory, and their groups the limit on threads
 
 
-def observe_all(bugs):
-    """Return what every rank saw of each bug."""
-    return [_observe(bug) for bug in bugs]
+def watch_all(wheres, steps):
+    return [watch_trainer(where, steps) for where in wheres]
 
 
-def _observe(bug):
-    if bug.layout:
-        return observe_bug(_config(bug), bug.name.split()[0], bug.overflow_at)
-    return watch_trainer(f"{bug.file}:{bug.name}", STEPS)
+def _seen(run_ranks, ranks, work, cases, *settings):
+    """Yield each case, and what every rank saw of it."""
+    for first in range(0, len(cases), AT_ONCE):
+        some = cases[first : first + AT_ONCE]
+        yield from zip(some, *run_ranks(work, ranks, some, *settings, deadline_s=900.0), strict=True)
 
 
-def _config(bug):
-    axes, _, shard = bug.layout.partition("-")
-    sequence_parallel = axes.endswith("sp")
-    return make_config(
-        axes.removesuffix("sp"), loss_scale=4.0, sequence_parallel=sequence_parallel, shard=shard or "states", **bug.job
-    )
+def judged(run_ranks, ranks, wheres, steps=STEPS):
+    """Return the verdict of `verify` on each trainer, which it must not refuse."""
+    found = []
+    for where, *seen in _seen(run_ranks, ranks, watch_all, wheres, steps):
+        check_trainer(trainer := load_trainer(where, ranks=ranks))
+        found.append(judge_trainer(trainer, seen))
+    return found
+
+
+def judged_layouts(run_ranks, ranks, configs, bugs=None, overflow_at=OVERFLOW_AT):
+    """Return the verdict on each job of our own, with its bug planted or none."""
+    cases = [*zip(configs, bugs or [""] * len(configs), strict=True)]
+    return [
+        judge(config, seen, torch.device("cpu"), UPDATES, overflow_at)
+        for (config, _), *seen in _seen(run_ranks, ranks, observe_bugs, cases, overflow_at)
+    ]
+
+
+def config_of(bug):
+    return make_config(bug.layout, **{"loss_scale": 4.0} | bug.job)
 
 
 def verdicts(run_ranks, names):
-    """Return the verdict of `verify` on each bug. Ranks are started once for each number of them."""
-    found = {}
-    for ranks in sorted({BUGS[name].ranks for name in names}):
-        bugs = [BUGS[name] for name in names if BUGS[name].ranks == ranks]
-        by_rank = run_ranks(observe_all, ranks, bugs, deadline_s=600.0)
-        for bug, *seen in zip(bugs, *by_rank, strict=True):
-            if bug.layout:
-                found[bug.name] = judge(_config(bug), seen, torch.device("cpu"), UPDATES, bug.overflow_at)
-            else:
-                found[bug.name] = judge_trainer(load_trainer(f"{bug.file}:{bug.name}", ranks=ranks), seen)
+    """Return the verdict of `verify` on each bug of the catalogue."""
+    found, groups = {}, {}
+    for bug in map(BUGS.get, names):
+        overflow_at = OVERFLOW_AT if bug.attempt == OVERFLOW_AT else None
+        groups.setdefault((bug.ranks, bool(bug.layout), overflow_at), []).append(bug)
+    for (ranks, ours, overflow_at), bugs in groups.items():
+        if ours:
+            planted = [bug.name.split()[0] for bug in bugs]
+            told = judged_layouts(run_ranks, ranks, map(config_of, bugs), planted, overflow_at)
+        else:
+            told = judged(run_ranks, ranks, [f"{bug.file}:{bug.name}" for bug in bugs])
+        found |= zip((bug.name for bug in bugs), told, strict=True)
     return found

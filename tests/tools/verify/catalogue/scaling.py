@@ -3,39 +3,36 @@
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 
 from tests.tools.verify.catalogue.bugs import bug
-from tests.tools.verify.catalogue.foreign import ByHand, Clipped, CountedOutside, Decaying, Half
+from tests.tools.verify.catalogue.foreign import Clipped, CountedOutside, Fsdp, Half, norm_of
 
 
-@bug(
-    "pytorch/examples #1196, Pytorch-UNet #468", "gradient", "", "of the gradient with the loss scale in it", fast=True
-)
+@bug("pytorch/examples #1196, Pytorch-UNet #468", "gradient", "", "of the gradient with the loss scale in it")
 class ClippedBeforeUnscaling(Half):
     """Gradients are clipped with the loss scale in them."""
 
     start, clip_grad = 2.0**10, 0.3
 
     def clip(self):
-        ByHand.clip(self)
+        nn.utils.clip_grad_norm_(self.module.parameters(), self.clip_grad)
+
+
+class Fits(Half):
+    start = 2.0**10  # no step overflows
 
 
 @bug("several", "gradient", "", "the loss scale left in")
-class NeverUnscaled(Half):
+class NeverUnscaled(Fits):
     """The optimizer steps by itself, not through the scaler: the scale stays in the gradients."""
-
-    start = 2.0**10
 
     def update(self):
         self.optim.step()
 
 
 @bug("several", "gradient", "", "divided by the loss scale twice")
-class UnscaledTwice(Half):
+class UnscaledTwice(Fits):
     """Gradients are divided by the scale by hand, and once more by the scaler."""
-
-    start = 2.0**10
 
     def clip(self):
         for grad in self.grads().values():
@@ -43,10 +40,8 @@ class UnscaledTwice(Half):
 
 
 @bug("LVSM #19", "skipped step", "one process, which has no overflow")
-class SkippedForNothing(Half):
+class SkippedForNothing(Fits):
     """A step that has no overflow is skipped."""
-
-    start = 2.0**10
 
     def update(self):
         for grad in self.grads().values():
@@ -69,10 +64,8 @@ class OverflowApplied(Half):
 
 
 @bug("several", "copies", "the optimizer", "rank 1 took 0 updates in this step, rank 0 1", ranks=2)
-class OneRankSkips(Half):
+class OneRankSkips(Fits):
     """Only the rank that finds the overflow skips its step."""
-
-    start = 2.0**10
 
     def update(self):
         if self.rank == 1:
@@ -80,9 +73,11 @@ class OneRankSkips(Half):
         super().update()
 
 
-@bug("accelerate #4242, pytorch #55585", "lr", "", "is the lr of update 2, not 1", fast=True)
-class ScheduleOnSkipped(Decaying, Half):
+@bug("accelerate #4242, pytorch #55585", "lr", "", "is the lr of update 2, not 1")
+class ScheduleOnSkipped(Half):
     """The schedule goes on in a step that the scaler skips."""
+
+    decay = 0.5
 
     def update(self):
         self.scaler.step(self.optim)
@@ -94,17 +89,14 @@ class ScheduleOnSkipped(Decaying, Half):
 class BiasCorrectionOnSkipped(Half):
     """Bias correction advances in a step that was skipped."""
 
-    def make(self, module):
-        return CountedOutside(self.grouped(module), lr=self.lr)
+    made = CountedOutside
 
     def update(self):
         self.optim.updates += 1
         super().update()
 
 
-@bug(
-    "Megatron, torchtitan: read in code", "buffer after a skipped step", "router_bias", "a step that is none", fast=True
-)
+@bug("Megatron, torchtitan: read in code", "buffer after a skipped step", "router_bias", "a step that is none")
 class BufferOnSkipped(Half):
     """A router's bias moves in a step that is skipped."""
 
@@ -118,12 +110,11 @@ class BufferOnSkipped(Half):
         super().update()
 
 
-@bug("LibreYOLO #771, torch 2.13", "momentum_buffer after a skipped step", "", "made by a step that is none", fast=True)
+@bug("LibreYOLO #771, torch 2.13", "momentum_buffer after a skipped step", "", "made by a step that is none")
 class FusedFirstSkipped(Half):
     """Fused SGD makes its momentum in a first step that the scaler skips, and leaves it unfilled."""
 
-    def optimizer(self, model):
-        return torch.optim.SGD(self.grouped(model), lr=self.lr, momentum=0.9, fused=True)
+    kind, options = torch.optim.SGD, {"momentum": 0.9, "fused": True}
 
     def update(self):
         torch.use_deterministic_algorithms(True)  # unfilled memory is NaN then, and not a value by chance
@@ -140,8 +131,7 @@ class NormTimesRanks(Clipped):
     accumulation = 3
 
     def total_norm(self):
-        squares = super().total_norm().square()
-        dist.all_reduce(squares)
+        dist.all_reduce(squares := super().total_norm().square())
         return squares.sqrt()
 
 
@@ -150,8 +140,7 @@ class NormLeavesOut(Clipped):
     """The norm misses parameters that only some ranks hold."""
 
     def total_norm(self):
-        grads = [grad for name, grad in self.grads().items() if name != "head.weight"]
-        return torch.stack([grad.square().sum() for grad in grads]).sum().sqrt()
+        return norm_of([grad for name, grad in self.grads().items() if name != "head.weight"])
 
 
 @bug("Megatron #7452", "gradient", "", "it counts twice head.weight")
@@ -159,11 +148,10 @@ class NormCountsTwice(Clipped):
     """The norm counts a replicated parameter twice."""
 
     def total_norm(self):
-        squares = super().total_norm().square()
-        return (squares + self.grads()["head.weight"].square().sum()).sqrt()
+        return norm_of([*self.grads().values(), self.grads()["head.weight"]])
 
 
-@bug("transformers #581", "gradient", "", "its own", fast=True)
+@bug("transformers #581", "gradient", "", "its own")
 class ClippedOneByOne(Clipped):
     """Each parameter is clipped by its own norm."""
 
@@ -209,7 +197,7 @@ class ClippedBeforeReduction(Clipped):
         pass
 
 
-@bug("transformers #1563, lingua #59", "gradient", "", "clipped in every micro-batch, not once in a step", fast=True)
+@bug("transformers #1563, lingua #59", "gradient", "", "clipped in every micro-batch, not once in a step")
 class ClippedEachMicroBatch(Clipped):
     """Gradients are clipped behind every backward: the last micro-batch counts the most."""
 
@@ -227,7 +215,7 @@ class ClippedEachMicroBatchOnRanks(ClippedEachMicroBatch):
     """Each rank clips its own gradient behind every backward, and then they are averaged."""
 
 
-@bug("several", "gradient", "", "clipped by value, to 0.02", fast=True)
+@bug("several", "gradient", "", "clipped by value, to 0.02")
 class ClippedByValue(Clipped):
     """Gradients are clipped by value, where a norm was meant."""
 
@@ -237,34 +225,27 @@ class ClippedByValue(Clipped):
         nn.utils.clip_grad_value_(self.module.parameters(), self.clip_grad)
 
 
-class Fsdp(ByHand):
+class Sharded(Fsdp):
     clip_grad = 0.3
 
-    def wrap(self, model):
-        return fully_shard(model)
-
-    def reduce(self):
-        pass
+    def shard_norm(self):
+        return norm_of([grad.to_local() for grad in self.grads().values()])
 
 
-@bug("pytorch #72548, AReaL #312", "gradient", "", "by the norm of its own shards", ranks=2, fast=True)
-class ShardNorm(Fsdp):
+@bug("pytorch #72548, AReaL #312", "gradient", "", "by the norm of its own shards", ranks=2)
+class ShardNorm(Sharded):
     """Each rank clips its shards by their own norm."""
 
     def clip(self):
-        grads = [grad.to_local() for grad in self.grads().values()]
-        norm = torch.stack([grad.square().sum() for grad in grads]).sum().sqrt()
-        for grad in grads:
-            grad *= min(1.0, self.clip_grad / (float(norm) + 1e-6))
+        Clipped.clip_by(self, self.shard_norm())
 
 
 @bug("torchtitan #766, miles_diffusion #35", "norm", "all gradients", "that of the shards of rank 0 alone", ranks=2)
-class ShardNormTold(Fsdp):
+class ShardNormTold(Sharded):
     """The norm that is logged is that of one rank's shards."""
 
     def clip(self):
-        shards = [grad.to_local() for grad in self.grads().values()]
-        self.norm = torch.stack([grad.square().sum() for grad in shards]).sum().sqrt()
+        self.norm = self.shard_norm()
         super().clip()
 
     def told(self, losses, batches):

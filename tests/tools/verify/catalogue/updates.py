@@ -2,14 +2,13 @@
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from tests.tools.verify.catalogue.bugs import bug
-from tests.tools.verify.catalogue.foreign import HIDDEN, ByHand, CountedOutside, Decaying
+from tests.tools.verify.catalogue.foreign import ByHand, CountedOutside, Fsdp, Rotary, WithGroups
 
 
-@bug("accelerate #3979", "dtype", "", "no FP32 master: the optimizer keeps it in BF16", fast=True)
+@bug("accelerate #3979", "dtype", "", "no FP32 master: the optimizer keeps it in BF16")
 class NoMasters(ByHand):
     """The upcast to FP32 is a no-op: AdamW works on BF16 parameters."""
 
@@ -39,21 +38,16 @@ class _HalfStates(torch.optim.AdamW):
             of.update({key: of[key].bfloat16() for key in ("exp_avg", "exp_avg_sq")})
 
 
-@bug("AReaL #1292", "exp_avg", "", "kept in BF16: no FP32 state", fast=True)
+@bug("AReaL #1292", "exp_avg", "", "kept in BF16: no FP32 state")
 class HalfStates(ByHand):
     """The states are BF16, because the parameters were BF16 when they were made."""
 
-    def make(self, module):
-        return _HalfStates(self.grouped(module), lr=self.lr)
+    made = _HalfStates
 
 
 @bug("OpenTau #182", "weight", "", "masters made from the BF16 copy before this update")
 class MastersFromHalf(ByHand):
     """Masters are made anew from the BF16 copy."""
-
-    def clear(self):
-        super().clear()
-        self.kept = {param: param.detach().clone() for param in self.module.parameters()}
 
     def update(self):
         for param in self.module.parameters():
@@ -81,8 +75,10 @@ class DecayInverted(ByHand):
 
 
 @bug("transformers #24088, accelerate #2926", "lr", "", "is the lr of update 3, not 2", ranks=2)
-class ScheduleTimesRanks(Decaying, ByHand):
+class ScheduleTimesRanks(ByHand):
     """The schedule steps once for each rank."""
+
+    decay = 0.5
 
     def update(self):
         super().update()
@@ -91,8 +87,10 @@ class ScheduleTimesRanks(Decaying, ByHand):
 
 
 @bug("accelerate #963, KDFlow #4", "lr", "", "is the lr of update 3, not 1")
-class SchedulePerMicroBatch(Decaying, ByHand):
+class SchedulePerMicroBatch(ByHand):
     """The schedule goes on with every micro-batch."""
+
+    decay = 0.5
 
     def micro(self, number, batch, batches):
         self.schedule.step()
@@ -107,69 +105,59 @@ class LrTimesRanks(ByHand):
     """The lr is multiplied by the number of ranks, unasked."""
 
     def make(self, module):
-        return torch.optim.AdamW(self.grouped(module), lr=self.lr * self.ranks)
+        self.lr *= self.ranks
+        return self.optimizer(module)
 
 
 @bug("WeatherGenerator #1601, cosmos-rl #511", "eps", "", "1e-05, where the plain optimizer has 1e-08")
 class EpsIgnored(ByHand):
     """The configuration's eps never reaches the optimizer."""
 
-    def make(self, module):
-        return torch.optim.AdamW(self.grouped(module), lr=self.lr, eps=1e-5)
+    made, wrong = torch.optim.AdamW, {"eps": 1e-5}
 
 
 @bug("grokking-at-the-edge #11, PWC-Net #23", "betas[1]", "", "0.95, where the plain optimizer has 0.999")
 class BetasIgnored(ByHand):
     """The configuration's betas never reach the optimizer."""
 
-    def make(self, module):
-        return torch.optim.AdamW(self.grouped(module), lr=self.lr, betas=(0.9, 0.95))
+    made, wrong = torch.optim.AdamW, {"betas": (0.9, 0.95)}
+
+
+class _Coupled(WithGroups):
+    def other(self, group):
+        for param in group["params"]:
+            param.grad.add_(param.detach(), alpha=group["weight_decay"])
+        return {"weight_decay": 0.0}
 
 
 @bug("nntrainer #3565", "weight", "", "weight decay added to the gradient, not to the weights")
 class DecayCoupled(ByHand):
     """AdamW adds its decay to the gradient, as Adam does."""
 
-    def make(self, module):
-        return _Coupled(self.grouped(module), lr=self.lr)
+    made = _Coupled
 
 
-class _Coupled(torch.optim.AdamW):
-    """AdamW with an equation of its own: nothing in its groups says that it is Adam's."""
-
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for param in group["params"]:
-                param.grad.add_(param.detach(), alpha=group["weight_decay"])
-        kept = [group["weight_decay"] for group in self.param_groups]
-        for group in self.param_groups:
-            group["weight_decay"] = 0.0
-        super().step()
-        for group, decay in zip(self.param_groups, kept, strict=True):
-            group["weight_decay"] = decay
-
-
-@bug("OLMo-core #317, caffe #4224", "weight", "", "no bias correction", fast=True)
+@bug("OLMo-core #317, caffe #4224", "weight", "", "no bias correction")
 class NoBiasCorrection(ByHand):
     """The count of steps is never incremented right: no bias is corrected."""
 
+    made = CountedOutside
+
     def make(self, module):
-        made = CountedOutside(self.grouped(module), lr=self.lr)
+        made = super().make(module)
         made.updates = 10**6
         return made
 
 
 @bug("accelerate #3209, #3256", "optimizer", "embed.weight", "not among the optimizer's parameters", ranks=2)
-class MadeBeforeWrapping(ByHand):
+class MadeBeforeWrapping(Fsdp):
     """The optimizer was made before FSDP2 has put other parameters into the modules."""
 
     def setup(self, model):
-        self.optim = self.optimizer(model)
-        self.module, self.schedule = fully_shard(model), None
-        return self.module, self.optim
-
-    def reduce(self):
-        pass
+        early = self.optimizer(model)
+        super().setup(model)
+        self.optim = early
+        return self.module, early
 
 
 @bug("composer #3493, several", "optimizer", "up.bias", "not among the optimizer's parameters")
@@ -177,37 +165,28 @@ class ParameterLeftOut(ByHand):
     """No group's pattern matches a parameter, so it is never updated."""
 
     def make(self, module):
-        groups = [
-            {**group, "params": [param for param in group["params"] if param is not module.up.bias]}
-            for group in self.grouped(module)
-        ]
-        return torch.optim.AdamW(groups, lr=self.lr)
-
-
-class Frozen(ByHand):
-    def model(self):
-        net = super().model()
-        net.embed.requires_grad_(requires_grad=False)
-        return net
+        optim = self.optimizer(module)
+        others = optim.param_groups[1]
+        others["params"] = [param for param in others["params"] if param is not module.up.bias]
+        return optim
 
 
 @bug("S-Prompts #2, fairseq #4702", "frozen weight", "embed.weight", "")
-class FrozenDecays(Frozen):
+class FrozenDecays(ByHand):
     """Weight decay moves what is frozen."""
+
+    frozen = "embed.weight"
 
     def update(self):
         super().update()
-        with torch.no_grad():
-            self.module.embed.weight *= 1 - self.lr * self.weight_decay
+        self.module.embed.weight.mul_(1 - self.lr * self.weight_decay)
 
 
-class _DecaysAll(torch.optim.AdamW):
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is None:
-                    param.data *= 1 - group["lr"] * group["weight_decay"]
-        super().step()
+class _DecaysAll(WithGroups):
+    def other(self, group):
+        for param in (param for param in group["params"] if param.grad is None):
+            param.data *= 1 - group["lr"] * group["weight_decay"]
+        return {}
 
 
 @bug("Muon #54", "weight without a gradient", "unused.weight", "moved by weight decay or momentum alone")
@@ -219,11 +198,10 @@ class DecaysWithoutGradient(ByHand):
         net.unused = nn.Linear(4, 4, bias=False)
         return net
 
-    def make(self, module):
-        return _DecaysAll(self.grouped(module), lr=self.lr)
+    made = _DecaysAll
 
 
-@bug("DeepSpeed #195", "weight", "", "updated twice", fast=True)
+@bug("DeepSpeed #195", "weight", "", "updated twice")
 class TwiceInGroup(ByHand):
     """A tied parameter is in its group twice, and updated twice."""
 
@@ -254,7 +232,6 @@ class OwnWeightsAtStart(ByHand):
 
     def wrap(self, model):
         if self.rank:
-            torch.manual_seed(self.rank)
             model.up.reset_parameters()
         return model
 
@@ -264,7 +241,6 @@ class WeightsDrawnAnew(ByHand):
     """Wrapping on a meta device draws the weights anew: what was loaded is lost."""
 
     def wrap(self, model):
-        torch.manual_seed(1)
         model.up.reset_parameters()
         return model
 
@@ -280,45 +256,34 @@ class StatesLost(ByHand):
             of["exp_avg_sq"].zero_()
 
 
-@bug("pytorch #1489, fairscale #380", "weight", "embed.weight", "with the states of head.weight", fast=True)
+@bug("pytorch #1489, fairscale #380", "weight", "embed.weight", "with the states of head.weight")
 class StatesOfAnother(ByHand):
     """A resume finds the parameters in another order, and states go by that order: two of one shape change places."""
 
     def clear(self):
         super().clear()
-        params, state = self.module, self.optim.state
+        (one, other), state = (self.module.embed.weight, self.module.head.weight), self.optim.state
         if state:
-            state[params.embed.weight], state[params.head.weight] = (
-                state[params.head.weight],
-                state[params.embed.weight],
-            )
+            state[one], state[other] = state[other], state[one]
 
 
-class _BetasSwapped(torch.optim.AdamW):
-    """AdamW whose equation swaps the betas, which its groups do not show."""
-
-    def step(self, closure=None):
-        for group in self.param_groups:
-            group["betas"] = group["betas"][::-1]
-        super().step()
-        for group in self.param_groups:
-            group["betas"] = group["betas"][::-1]
+class _BetasSwapped(WithGroups):
+    def other(self, group):
+        return {"betas": group["betas"][::-1]}
 
 
-@bug("several", "exp_avg", "", "the betas are swapped", fast=True)
+@bug("several", "exp_avg", "", "the betas are swapped")
 class BetasSwapped(ByHand):
     """The equation swaps the two betas."""
 
-    def make(self, module):
-        return _BetasSwapped(self.grouped(module), lr=self.lr)
+    made = _BetasSwapped
 
 
 @bug("several", "betas[0]", "", "0.999, where the plain optimizer has 0.9: the betas are swapped")
 class BetasGivenSwapped(ByHand):
     """The betas are given in the wrong order."""
 
-    def make(self, module):
-        return torch.optim.AdamW(self.grouped(module), lr=self.lr, betas=(0.999, 0.9))
+    made, wrong = torch.optim.AdamW, {"betas": (0.999, 0.9)}
 
 
 class _EpsInRoot(torch.optim.AdamW):
@@ -334,35 +299,33 @@ class _EpsInRoot(torch.optim.AdamW):
                 param.copy_(kept[param] * (1 - lr * group["weight_decay"]) - lr * mean / (square + group["eps"]).sqrt())
 
 
-@bug("keras-radam #29, Flux #448", "weight", "", "eps inside the root", fast=True)
+@bug("keras-radam #29, Flux #448", "weight", "", "eps inside the root")
 class EpsInRoot(ByHand):
     """AdamW adds eps to the square, and then takes the root."""
 
-    def make(self, module):
-        return _EpsInRoot(self.grouped(module), lr=self.lr)
+    made = _EpsInRoot
 
 
-@bug("Open-Sora-Plan #186, waifu-diffusion #31", "weight", "", "an average of the weights left in the model", fast=True)
+@bug("Open-Sora-Plan #186, waifu-diffusion #31", "weight", "", "an average of the weights left in the model")
 class AverageLeft(ByHand):
     """An evaluation puts the average of the weights into the model, and nobody takes it out again."""
 
-    def setup(self, model):
-        made = super().setup(model)
-        self.average = [param.detach().clone() for param in self.module.parameters()]
-        self.updates = 0
-        return made
+    updates = 0
+
+    def wrap(self, model):
+        self.average = [param.detach().clone() for param in model.parameters()]
+        return model
 
     def update(self):
         super().update()
         self.updates += 1
-        with torch.no_grad():
-            for mean, param in zip(self.average, self.module.parameters(), strict=True):
-                mean.lerp_(param, 0.1)
-                if self.updates == 3:
-                    param.copy_(mean)
+        for mean, param in zip(self.average, self.module.parameters(), strict=True):
+            mean.lerp_(param.data, 0.1)
+            if self.updates == 3:
+                param.data.copy_(mean)
 
 
-@bug("pytorch #96136, torchtitan #1593", "buffer", "norm.", "moved twice by each micro-batch", fast=True)
+@bug("pytorch #96136, torchtitan #1593", "buffer", "norm.", "moved twice by each micro-batch")
 class BuffersMovedTwice(ByHand):
     """Recompute counts a forward's side effect twice: running means move twice."""
 
@@ -385,46 +348,24 @@ class BuffersNeverMoved(ByHand):
         return model
 
 
-class _Turned(nn.Module):
-    """Module of rotary positions."""
-
-    def __init__(self, base=1e4):
-        super().__init__()
-        self.register_buffer("inv_freq", base ** -(torch.arange(HIDDEN // 2) / (HIDDEN // 2)), persistent=False)
-
-    def forward(self, x):
-        angles = torch.arange(x.shape[-2])[:, None] * self.inv_freq
-        cos, sin, (first, second) = angles.cos(), angles.sin(), x.chunk(2, -1)
-        return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
-
-
-class Rotary(ByHand):
-    def batches(self, step, rank, ranks):
-        return [(tokens[None], targets[None]) for tokens, targets in super().batches(step, rank, ranks)]
-
-    def loss(self, model, batch):
-        return super().loss(lambda tokens: model(tokens).flatten(0, -2), (batch[0], batch[1].flatten()))
-
+class Turned(ByHand):
     def model(self):
         net = super().model()
-        net.embed = nn.Sequential(net.embed, _Turned())
+        net.embed = nn.Sequential(net.embed, Rotary())
         return net
 
-    def table(self):
-        return self.module.embed[1].inv_freq
 
-
-@bug("SpecForge #265", "initial buffer", "embed.1.inv_freq", "to the power of 1.425, as rotary frequencies", fast=True)
-class AnotherBase(Rotary):
+@bug("SpecForge #265", "initial buffer", "embed.1.inv_freq", "to the power of 1.425, as rotary frequencies")
+class AnotherBase(Turned):
     """The base of rotary positions in the configuration never reaches the model that is trained."""
 
     def wrap(self, model):
-        model.embed[1] = _Turned(base=5e5)
+        model.embed[1] = Rotary(base=5e5)
         return model
 
 
 @bug("LlamaFactory #10820, transformers #48892", "initial buffer", "embed.1.inv_freq", "as to_empty() leaves it")
-class BufferLost(Rotary):
+class BufferLost(Turned):
     """`to_empty()` gives a buffer new memory, too, and no state dict brings back one that is not persistent."""
 
     def wrap(self, model):
@@ -437,7 +378,7 @@ class BufferLost(Rotary):
 
 
 @bug("LlamaFactory #10820", "initial buffer", "embed.1.inv_freq on rank 1", "nothing but zeros", ranks=2)
-class BufferOfOneRank(Rotary):
+class BufferOfOneRank(Turned):
     """A buffer is restored on rank 0, and nobody broadcasts it."""
 
     def wrap(self, model):
@@ -446,7 +387,7 @@ class BufferOfOneRank(Rotary):
 
 
 @bug("transformers #25681", "initial buffer", "embed.1.inv_freq", "rounded to BF16, as parameters are")
-class BufferRounded(Rotary):
+class BufferRounded(Turned):
     """The model was cast to BF16 and back, its table of positions with it."""
 
     def wrap(self, model):
@@ -455,12 +396,12 @@ class BufferRounded(Rotary):
 
 
 @bug("VeOmni #414", "buffer", "embed.1.inv_freq", "forward does not move it, and it is nothing but zeros")
-class BufferLostLater(Rotary):
+class BufferLostLater(Turned):
     """The table of positions is right at the start, and zero once training is under way."""
 
     def update(self):
         super().update()
-        self.table().zero_()
+        self.module.embed[1].inv_freq.zero_()
 
 
 def _orthogonal(matrix):
@@ -471,7 +412,7 @@ def _orthogonal(matrix):
 
 
 class _Muon(torch.optim.Optimizer):
-    """Muon of whole matrices, unless `parts` asks for parts."""
+    """Muon of whole matrices."""
 
     parts = 1
 
@@ -480,21 +421,17 @@ class _Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None):
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    parts = [_orthogonal(part) for part in param.grad.view(len(param), -1).chunk(self.parts)]
-                    param -= group["lr"] * torch.cat(parts).view_as(param)
+        for param in (param for group in self.param_groups for param in group["params"] if param.grad is not None):
+            parts = [_orthogonal(part) for part in param.grad.view(len(param), -1).chunk(self.parts)]
+            param -= self.defaults["lr"] * torch.cat(parts).view_as(param)
+
+
+class _ByParts(_Muon):
+    parts = 2
 
 
 @bug("DeepSpeed #7807", "weight", "embed.weight", "each of 2 parts of its rows updated by itself")
 class MuonByParts(ByHand):
     """Muon makes each partition orthogonal by itself."""
 
-    def optimizer(self, model):
-        return _Muon(model.parameters(), self.lr)
-
-    def make(self, module):
-        optim = self.optimizer(module)
-        optim.parts = 2
-        return optim
+    kind, made, weight_decay = _Muon, _ByParts, 0.0

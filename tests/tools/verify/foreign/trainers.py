@@ -1,94 +1,99 @@
-"""Trainings of others to verify: a small net under torch's own wrappers, as a user's script has them."""
+"""Trainings of others to verify, as a user's script has them: what is unusual in them, or wrong."""
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.nn.parallel import DistributedDataParallel
 
-from megamix import ForeignTrainer
+from tests.tools.verify.catalogue.bugs import bug
+from tests.tools.verify.catalogue.foreign import HIDDEN, VOCAB, Block, ByHand, Ddp, Fsdp, wide
+from tests.tools.verify.engine_bugs import GradientTimes
+
+TABLE = 1e4 ** -(torch.arange(8) / 8)
 
 
-class Plain(ForeignTrainer):
-    """Training in which every rank takes the whole batch, by itself: right on one rank only."""
+class FsdpEvaluates(Fsdp):
+    """It evaluates at a step's end, and FSDP2 leaves the root's parameters whole, in BF16, until the next backward."""
 
-    clip_grad = 0.5
-    accumulation = 2
-
-    def model(self):
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Embedding(50, 32), nn.Linear(32, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 50))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
     def loss(self, model, batch):
-        tokens, targets = batch
-        return F.cross_entropy(model(tokens), targets)
+        return F.cross_entropy(wide(model(batch[0])), batch[1])
 
-    def batches(self, step, rank, ranks):
-        drawn = torch.Generator().manual_seed(1000 * step + rank)
-        return [tuple(torch.randint(50, (2, 16), generator=drawn)) for _ in range(self.accumulation)]
+    def told(self, losses, batches):
+        with torch.no_grad():
+            self.loss(self.module, batches[0])
+        return super().told(losses, batches)
+
+
+class TwoOptimizers(Fsdp):
+    """Muon for a hidden matrix, whose equation computes in BF16, and AdamW for the rest: each has its schedule."""
+
+    clip_grad = 0.5
 
     def optimizer(self, model):
-        matrices = [param for param in model.parameters() if param.dim() > 1]
-        others = [param for param in model.parameters() if param.dim() < 2]
-        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-        return torch.optim.AdamW(groups, lr=1e-2)
+        hidden = [model.up.weight]
+        rest = [param for name, param in model.named_parameters() if name != "up.weight"]
+        return [torch.optim.Muon(hidden, lr=2e-2), torch.optim.AdamW(rest, lr=1e-2)]
 
-    def wrap(self, model):
-        return model
+    def scheduler(self, optimizer):
+        return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5 if "momentum" in optimizer.defaults else 0.9)
 
     def setup(self, model):
         self.module = self.wrap(model)
         self.optim = self.optimizer(self.module)
+        self.schedules = [*map(self.scheduler, self.optim)]
+        self.scaler = torch.amp.GradScaler("cpu", enabled=False)
         return self.module, self.optim
 
-    def step(self, batches):
-        self.optim.zero_grad()
-        total = 0.0
-        for batch in batches:
-            loss = self.loss(self.module, batch) / len(batches)
-            loss.backward()
-            total += loss.item()
-        norm = nn.utils.clip_grad_norm_(self.module.parameters(), self.clip_grad)
-        self.optim.step()
-        return {"loss": total, "grad_norm": float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)}
+    def clear(self):
+        self.module.zero_grad()
+
+    def update(self):
+        for one in (*self.optim, *self.schedules):
+            one.step()
 
 
-class Ddp(Plain):
-    def wrap(self, model):
-        return DistributedDataParallel(model)
+@bug("", "updates", "", "1 and 0 updates in one step", ranks=2)
+class OneNeverSteps(TwoOptimizers):
+    """The second optimizer is forgotten."""
+
+    def update(self):
+        self.optim[0].step()
 
 
-class Fsdp(Plain):
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+class Factored(ByHand):
+    """Adafactor, which keeps means over rows and columns in place of a moment."""
 
-    def loss(self, model, batch):
-        tokens, targets = batch
-        logits = model(tokens)
-        return F.cross_entropy(logits.float() if logits.dtype == torch.bfloat16 else logits, targets)
-
-    def wrap(self, model):
-        fully_shard(model[1], mp_policy=self.policy)
-        return fully_shard(model, mp_policy=self.policy)
+    def optimizer(self, model):
+        return torch.optim.Adafactor(model.parameters(), lr=1e-2, weight_decay=0.1)
 
 
-class _Fabric(nn.Module):
-    """Wrapper that holds its module twice, as Lightning Fabric's does."""
+@bug("", "weight", "", "states lost: this update began with zeros", ranks=2)
+class MeansLost(Factored):
+    """The means are lost between two steps, and the count is kept."""
 
-    def __init__(self, forward_module, original_module):
-        super().__init__()
-        self._forward_module, self._original_module = forward_module, original_module
-
-    def forward(self, *args):
-        return self._forward_module(*args)
-
-
-class InFabric(Plain):
-    def wrap(self, model):
-        return _Fabric(DistributedDataParallel(model), model)
+    def clear(self):
+        super().clear()
+        for of in self.optim.state.values():
+            for mean in (of[key] for key in of if key != "step"):
+                mean.zero_()
 
 
-class OtherNames(Plain):
+@bug("", "gradient", "", "before that 2 times the right one (counted twice", ranks=2)
+class AddedUp(Ddp):
+    """Its micro-batches are added up, not averaged; if clipping hides that, only the norm shows it."""
+
+    clip_grad = 1.0  # between the right norm and twice that
+
+    def share(self, batch, batches):
+        return 1.0
+
+    def told(self, losses, batches):
+        return None
+
+
+class OtherNames(ByHand):
     """Wrapper whose names nobody knows."""
 
     def wrap(self, model):
@@ -98,102 +103,49 @@ class OtherNames(Plain):
         return super().loss(model["inner"] if isinstance(model, nn.ModuleDict) else model, batch)
 
 
-class RowsMoved(Plain):
-    """The rows of a table are turned by one."""
+class Renamed(OtherNames):
+    """It says which names are the plain model's."""
 
-    def wrap(self, model):
-        with torch.no_grad():
-            model[0].weight.copy_(model[0].weight.roll(1, 0))
-        return model
+    def weights(self, module, optimizer):
+        return super().weights(module["inner"], optimizer)
 
+    def gradients(self, module, optimizer):
+        return super().gradients(module["inner"], optimizer)
 
-class OthersValues(Plain):
-    """One layer begins with another layer's values."""
+    def groups(self, module, optimizer):
+        return super().groups(module["inner"], optimizer)
 
-    def model(self):
-        net = super().model()
-        net[3] = nn.Linear(64, 64)
-        net.insert(4, nn.Linear(64, 64))
-        return net
-
-    def wrap(self, model):
-        model[4].load_state_dict(model[3].state_dict())
-        return model
+    def states(self, module, optimizer):
+        return super().states(module["inner"], optimizer)
 
 
-class Padded(Plain):
+class Padded(ByHand):
     """The vocabulary is padded to a multiple of 64."""
 
     def wrap(self, model):
-        model[0] = nn.Embedding(64, 32)
+        model.embed = nn.Embedding(64, HIDDEN)
         return model
 
 
-class FsdpEvaluates(Fsdp):
-    """It evaluates at a step's end, and FSDP2 leaves the root's parameters whole, in BF16, until the next backward."""
+class RowsMoved(ByHand):
+    """The rows of a table are turned by one."""
 
-    def step(self, batches):
-        told = super().step(batches)
-        with torch.no_grad():
-            self.loss(self.module, batches[0])
-        return told
+    def wrap(self, model):
+        model.embed.weight.data.copy_(model.embed.weight.roll(1, 0))
+        return model
 
 
-class Zero(Ddp):
-    def setup(self, model):
-        self.module = self.wrap(model)
-        self.optim = ZeroRedundancyOptimizer(self.module.parameters(), torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
-        return self.module, self.optim
+class OthersValues(ByHand):
+    """One layer begins with another layer's values."""
 
-    def optimizer(self, model):
-        return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    def wrap(self, model):
+        model.head.load_state_dict(model.embed.state_dict())
+        return model
 
 
-class Scaled(Ddp):
-    """FP16 by autocast; the first steps overflow."""
-
-    unscales = True
-
-    def setup(self, model):
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**19)
-        return super().setup(model)
-
-    def loss(self, model, batch):
-        tokens, targets = batch
-        with torch.autocast("cpu", torch.float16):
-            return F.cross_entropy(model(tokens), targets)
-
-    def step(self, batches):
-        self.optim.zero_grad()
-        for batch in batches:
-            self.scaler.scale(self.loss(self.module, batch) / len(batches)).backward()
-        if self.unscales:
-            self.scaler.unscale_(self.optim)
-        nn.utils.clip_grad_norm_(self.module.parameters(), self.clip_grad)
-        self.scaler.step(self.optim)
-        self.scaler.update()
-
-
-class AutocastInStep(Scaled):
-    """FP16 by autocast as torch's recipe has it: `step` enters it around model and loss."""
-
-    loss = Plain.loss
-
-    def step(self, batches):
-        with torch.autocast("cpu", torch.float16):
-            losses = [self.loss(self.module, batch) / len(batches) for batch in batches]
-        self.optim.zero_grad()
-        for loss in losses:
-            self.scaler.scale(loss).backward()
-        self.scaler.unscale_(self.optim)
-        norm = nn.utils.clip_grad_norm_(self.module.parameters(), self.clip_grad)
-        self.scaler.step(self.optim)
-        self.scaler.update()
-        return {"loss": float(sum(losses).detach()), "grad_norm": float(norm)}
-
-
-class AutocastInForward(Plain):
-    """Training in BF16 as accelerate has it: the forward that it wraps enters autocast, and gives FP32."""
+@bug("", "gradient", "up.weight", "0.5 times the right one")
+class AutocastInForward(ByHand):
+    """Half of a gradient is lost, in BF16 as accelerate has it: the forward that it wraps enters autocast."""
 
     def wrap(self, model):
         plain = model.forward
@@ -203,236 +155,98 @@ class AutocastInForward(Plain):
                 return plain(tokens).float()
 
         model.forward = forward
+        model.up.weight.register_hook(lambda grad: grad / 2)
         return model
 
 
-class AutocastAlone(AutocastInForward):
-    """AutocastInForward with a gradient of which half is lost."""
-
-    def setup(self, model):
-        model[1].weight.register_hook(lambda grad: grad / 2)
-        return super().setup(model)
-
-
-class Scheduled(Ddp):
-    """The lr falls with every update."""
-
-    def scheduler(self, optimizer):
-        return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-
-    def setup(self, model):
-        made = super().setup(model)
-        self.schedule = self.scheduler(self.optim)
-        return made
-
-    def step(self, batches):
-        told = super().step(batches)
-        self.schedule.step()
-        return told
-
-
-class TwoOptimizers(Fsdp):
-    """Muon for the hidden matrix, whose equation computes in BF16, and AdamW for the rest: each has its schedule."""
-
-    policy = MixedPrecisionPolicy()
-
-    def optimizer(self, model):
-        hidden = [model.get_parameter("1.weight")]
-        rest = [param for name, param in model.named_parameters() if name != "1.weight"]
-        return [torch.optim.Muon(hidden, lr=2e-2), torch.optim.AdamW(rest, lr=1e-2)]
-
-    def scheduler(self, optimizer):
-        return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5 if "momentum" in optimizer.defaults else 0.9)
-
-    def setup(self, model):
-        made = super().setup(model)
-        self.schedules = [self.scheduler(one) for one in self.optim]
-        return made
-
-    def step(self, batches):
-        self.module.zero_grad()
-        for batch in batches:
-            (self.loss(self.module, batch) / len(batches)).backward()
-        nn.utils.clip_grad_norm_(self.module.parameters(), self.clip_grad)
-        self.update()
-
-    def update(self):
-        for one in (*self.optim, *self.schedules):
-            one.step()
-
-
-class OneNeverSteps(TwoOptimizers):
-    """The second optimizer is forgotten."""
-
-    def update(self):
-        self.optim[0].step()
-
-
-class Factored(Ddp):
-    """Adafactor, which keeps means over rows and columns in place of a moment."""
-
-    def optimizer(self, model):
-        return torch.optim.Adafactor(model.parameters(), lr=1e-2, weight_decay=0.1)
-
-    def wrap(self, model):
-        return super().wrap(model) if self.ranks > 1 else model
-
-
-class MeansLost(Factored):
-    """The means are lost between two steps, and the count is kept."""
-
-    def step(self, batches):
-        for of in self.optim.state.values():
-            for mean in (of[key] for key in of if key != "step"):
-                mean.zero_()
-        return super().step(batches)
-
-
-class More(Plain):
+class More(ByHand):
     """Its optimizer keeps states that the plain one does not; every rank has its own."""
 
-    def step(self, batches):
-        told = super().step(batches)
+    def update(self):
+        super().update()
         for of in self.optim.state.values():
             of["shard"] = torch.full((3,), 7.0)
-        return told
 
 
-class Listed(Plain):
+class _Averaging(torch.optim.Optimizer):
+    @torch.no_grad()
+    def step(self, closure=None):
+        for param in (param for group in self.param_groups for param in group["params"] if param.grad is not None):
+            kept = self.state[param].setdefault("last", [])
+            kept.append(param.grad.clone())
+            param -= self.defaults["lr"] * torch.stack(kept).mean(0)
+
+
+class Listed(ByHand):
     """Its optimizer goes on from a list, which nobody can read."""
 
     def optimizer(self, model):
         return _Averaging(model.parameters(), {"lr": 1e-2})
 
 
-class _Averaging(torch.optim.Optimizer):
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for param in filter(lambda param: param.grad is not None, group["params"]):
-                kept = self.state[param].setdefault("last", [])
-                kept.append(param.grad.clone())
-                param -= group["lr"] * torch.stack(kept).mean(0)
-
-
-class AnotherOptimizer(Plain):
+class AnotherOptimizer(ByHand):
     """It trains with RMSprop."""
 
-    def setup(self, model):
-        self.module, self.optim = model, torch.optim.RMSprop(model.parameters(), lr=1e-2)
-        return self.module, self.optim
+    weight_decay = 0.0
 
-    def optimizer(self, model):
-        return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
+    def make(self, module):
+        return torch.optim.RMSprop(module.parameters(), lr=1e-2)
 
 
-class NotReduced(Ddp):
-    def step(self, batches):
-        with self.module.no_sync():
-            return super().step(batches)
+class Kept(ByHand):
+    """Training whose running statistics go on, whose table is kept in BF16, and whose router's bias moves with every
+    update, by no forward.
+    """
 
+    batch_norm = True
 
-class HalfMasters(Ddp):
+    def model(self):
+        net = super().model()
+        net.register_buffer("router_bias", torch.zeros(4))
+        net.register_buffer("table", TABLE.repeat(2))
+        net.embed.register_forward_hook(lambda module, args, out: out + net.table.to(out.dtype))
+        return net
+
     def wrap(self, model):
-        return super().wrap(model.bfloat16())
+        model.table = model.table.bfloat16()
+        model.register_buffer("of_the_wrapper", torch.zeros(2))
+        return model
 
-
-class ScaledNorm(Scaled):
-    """The gradient is clipped before it is unscaled."""
-
-    unscales = False
-
-
-class WrongDecay(Ddp):
-    """A wrapper's names in front: the pattern finds no matrix."""
-
-    def optimizer(self, model):
-        named = [*model.named_parameters()]
-        decayed = [param for name, param in named if name.split(".")[0].isdigit() and param.dim() > 1]
-        others = [param for name, param in named if not (name.split(".")[0].isdigit() and param.dim() > 1)]
-        groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-        return torch.optim.AdamW([group for group in groups if group["params"]], lr=1e-2)
-
-
-class LateSchedule(Scheduled):
-    """The schedule is one update behind."""
-
-    def step(self, batches):
-        self.steps = getattr(self, "steps", 0) + 1
-        told = Plain.step(self, batches)
-        if self.steps > 1:
-            self.schedule.step()
-        return told
+    def update(self):
+        super().update()
+        self.module.router_bias += torch.tensor([1e-3, 0.0, 0.0, -1e-3])
 
 
 class Deep(Ddp):
-    """Blocks with a residual path, as a transformer has them. `wrong`: module, and what is wrong with it."""
+    """Blocks with a residual path, as a transformer has them. `spoiled`: module, and what is wrong with it."""
 
-    wrong = ("", "")
-    clip_grad = 0.0
+    spoiled = ("", "")
+    blocks = 3
 
     def model(self):
         torch.manual_seed(0)
-        layers = [Block() for _ in range(3)]
-        return nn.Sequential(nn.Embedding(50, 32), *layers, nn.LayerNorm(32), nn.Linear(32, 50))
+        blocks = (Block() for _ in range(self.blocks))
+        return nn.Sequential(nn.Embedding(VOCAB, HIDDEN), *blocks, nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, VOCAB))
 
     def wrap(self, model):
-        name, what = self.wrong
+        name, what = self.spoiled
         if name:
-            part, spoil = model.get_submodule(name), SPOILS[what]
-            right = part.forward
-            part.forward = lambda *args: spoil(right(*args))
+            spoil(model.get_submodule(name), what)
         return super().wrap(model)
 
-    def step(self, batches):
-        self.optim.zero_grad()
-        for batch in batches:
-            (self.loss(self.module, batch) / len(batches)).backward()
-        self.optim.step()
 
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(32), nn.Linear(32, 64), nn.Linear(64, 32)
-
-    def forward(self, x):
-        return x + self.down(F.gelu(self.up(self.norm(x))))
-
-
-class _WrongGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(context, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(context, grad):
-        return grad * 1.01
-
-
-SPOILS = {"output": lambda x: x * 1.01, "gradient": _WrongGradient.apply}
-
-
-class AddedUp(Ddp):
-    """Its micro-batches are added up, not averaged; if clipping hides that, only the norm shows it."""
-
-    clip_grad = 2.0  # between the right norm and twice that
-
-    def step(self, batches):
-        self.optim.zero_grad()
-        for batch in batches:
-            self.loss(self.module, batch).backward()
-        nn.utils.clip_grad_norm_(self.module.parameters(), self.clip_grad)
-        self.optim.step()
-
-
-class Mixed(Ddp):
+class Mixed(Deep):
     """One module computes in BF16 and the others in FP32, as a policy for each has it."""
 
-    def model(self):
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Embedding(50, 32), Block(), nn.LayerNorm(32), nn.Linear(32, 50))
+    blocks = 1
 
     def wrap(self, model):
         fully_shard(model[1], mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32))
         return fully_shard(model)
+
+
+def spoil(module, what):
+    """Make a module's output, or the gradient of it, a hundredth larger."""
+    right = module.forward
+    change = GradientTimes.apply if what == "gradient" else torch.mul
+    module.forward = lambda *args, **kwargs: change(1.01, right(*args, **kwargs))

@@ -4,19 +4,15 @@ import itertools
 import random
 from collections import Counter
 
-Run = dict[str, object]
-
 
 def covering_runs(axes, allowed, most, seed=0):
     """Return runs chosen greedily: each shows the most pairs of values not shown yet.
 
     Values not shown twice count as much as many pairs. There are fewer than `most` runs if nothing is left to show.
     """
-    matrix = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
-    matrix = [run for run in matrix if allowed(run)]
+    matrix = whole_matrix(axes, allowed)
     random.Random(seed).shuffle(matrix)
-    shown = set()
-    counts = Counter()
+    shown, counts = set(), Counter()
 
     def gain(run):
         pairs = sum(pair not in shown for pair in itertools.combinations(run.items(), 2))
