@@ -27,15 +27,11 @@ class ForkedScript:
         name, ranks = command
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         started_by_torchrun = {
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(self._store.port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "WORLD_SIZE": ranks,
-            "LOCAL_WORLD_SIZE": ranks,
-        }
-        self._process = forkserver().Process(target=_run, args=(name, {**env, **started_by_torchrun}))
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks,
+        }  # fmt: skip
+        self._process = forkserver().Process(target=_run, args=(name, env | started_by_torchrun))
         self._process.start()
-        assert self._process.pid is not None
         self.pid = self._process.pid
 
     def poll(self):
@@ -56,8 +52,8 @@ def _run(name, environment):
     torch.set_num_threads(1)
     atexit._clear()  # what the parent of this fork does at its end
     from megamix.tools.audit.start.sitecustomize import Updates
-    from tests.tools.audit.scripts import SCRIPTS
+    from tests.tools.audit import scripts
 
     Updates(sys.modules["torch.optim.optimizer"])
-    SCRIPTS[name]()
+    getattr(scripts, name)()
     atexit._run_exitfuncs()

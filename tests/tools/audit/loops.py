@@ -1,7 +1,5 @@
 """Small training loops of users, by wrapper, policy and optimizer. Each runs with an audit or without."""
 
-import contextlib
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -12,17 +10,9 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import megamix
+from tests.tools.verify.catalogue.foreign import Block
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
-
-    def forward(self, x):
-        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
 
 
 class Model(nn.Module):
@@ -39,8 +29,8 @@ class Model(nn.Module):
         return self.head(x)
 
 
-def new_model(dtype=FP32, seed=0):
-    torch.manual_seed(seed)
+def new_model(dtype=FP32):
+    torch.manual_seed(1)
     return Model().to(dtype)
 
 
@@ -49,29 +39,28 @@ class Loop:
 
     def __init__(self, model, optimizer, micro_batches=1, amp=None, scaler=None, clip=0.0):
         self.model, self.optimizer, self.micro_batches = model, optimizer, micro_batches
-        self.amp, self.scaler, self.clip = amp, scaler, clip
+        self.amp, self.clip = amp, clip
+        self.scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
 
     def step(self, number):
         rank = dist.get_rank() if dist.is_initialized() else 0
         for micro in range(self.micro_batches):
             generator = torch.Generator().manual_seed(1000 * number + 10 * micro + rank)
             tokens = torch.randint(32, (16, 4), generator=generator)
-            with torch.autocast("cpu", self.amp) if self.amp else contextlib.nullcontext():
+            with torch.autocast("cpu", self.amp or BF16, enabled=self.amp is not None):
                 logits = self.model(tokens)
-            loss = nn.functional.cross_entropy(logits.float().flatten(0, 1), ((tokens + 1) % 32).flatten())
-            if isinstance(self.optimizer, megamix.ShardedEngine):
-                self.optimizer.backward(loss)
-            else:
-                (self.scaler.scale(loss) if self.scaler else loss).backward()
+            self.backward(nn.functional.cross_entropy(logits.float().flatten(0, 1), ((tokens + 1) % 32).flatten()))
+        self.update()
+
+    def backward(self, loss):
+        self.scaler.scale(loss).backward()
+
+    def update(self):
         if self.clip:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
-        if self.scaler:
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
-        else:
-            self.optimizer.step()
-        if not isinstance(self.optimizer, megamix.ShardedEngine):
-            self.optimizer.zero_grad()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
 
     def audited(self, number):
         with megamix.audit(self.model, self.optimizer) as report:
@@ -80,91 +69,88 @@ class Loop:
 
     def weights(self):
         """Return the weights on this rank, with the states of the optimizer."""
-        if isinstance(self.optimizer, megamix.ShardedEngine):
-            return [tensor for owned in self.optimizer.owned_ranges() for tensor in owned.tensors.values()]
         inner = getattr(self.optimizer, "optim", self.optimizer)
         states = [value for state in inner.state.values() for value in state.values() if isinstance(value, Tensor)]
-        return [getattr(tensor, "_local_tensor", tensor).detach() for tensor in (*self.model.parameters(), *states)]
+        return [*map(local, (*self.model.parameters(), *states))]
+
+
+class EngineLoop(Loop):
+    def backward(self, loss):
+        self.optimizer.backward(loss)
+
+    def update(self):
+        self.optimizer.step()
+
+    def weights(self):
+        return [tensor for owned in self.optimizer.owned_ranges() for tensor in owned.tensors.values()]
+
+
+def local(tensor):
+    return getattr(tensor, "_local_tensor", tensor).detach()
 
 
 def adamw(model, lr=1e-2, **settings):
     return torch.optim.AdamW(model.parameters(), lr=lr, **settings)
 
 
-def plain(dtype=FP32, seed=0, **settings):
-    model = new_model(dtype, seed)
+def plain(dtype=FP32, **settings):
+    model = new_model(dtype)
     return Loop(model, adamw(model), **settings)
 
 
-def sgd(seed, **settings):
-    model = new_model(seed=seed)
-    return Loop(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True), **settings)
-
-
-def scaled(seed, fused=False, **settings):
-    model = new_model(seed=seed)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+def scaled(fused=False, init_scale=2.0**10, **settings):
+    model = new_model()
+    scaler = torch.amp.GradScaler("cpu", init_scale=init_scale, growth_interval=2)
     return Loop(model, adamw(model, fused=fused), amp=FP16, scaler=scaler, **settings)
 
 
-def ddp(seed, hook=None, zero=False, **settings):
-    model = DistributedDataParallel(new_model(seed=seed))
+def ddp(hook=None, zero=False, **settings):
+    model = DistributedDataParallel(new_model())
     if hook:
         model.register_comm_hook(None, hook)
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2) if zero else adamw(model)
     return Loop(model, optimizer, **settings)
 
 
-def fsdp(seed, policy=None, dtype=FP32, lr=1e-2, **settings):
-    model, mesh = new_model(dtype, seed), init_device_mesh("cpu", (dist.get_world_size(),))
+def fsdp(policy=None, dtype=FP32, lr=1e-2, **settings):
+    model, mesh = new_model(dtype), init_device_mesh("cpu", (dist.get_world_size(),))
     for module in (*model.layers, model):
         fully_shard(module, mesh=mesh, mp_policy=policy or MixedPrecisionPolicy())
     return Loop(model, adamw(model, lr), **settings)
 
 
-def engine(seed, precision, micro_batches=1, shard="states", kind=megamix.AdamW, **settings):
-    model, optimizer = new_model(seed=seed), kind(lr=1e-2)
+def engine(precision, micro_batches=1, shard="states", kind=megamix.AdamW, **settings):
+    model, optimizer = new_model(), kind(lr=1e-2)
     sharding = megamix.Sharding([*model.layers], shard=shard)
     trained = megamix.ShardedEngine(
         model, optimizer, precision, sharding, grad_accum_steps=micro_batches, compile_update=False, **settings
     )
-    return Loop(model, trained, micro_batches)
-
-
-def scaled_fp16():
-    return megamix.Precision(FP16, loss_scale=megamix.DynamicLossScale(init_scale=2.0**16))
+    return EngineLoop(model, trained, micro_batches)
 
 
 HALF = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)
+SUMS = megamix.Precision(BF16, reduce_dtype="half_fp32_sum")
 ALONE = {
-    "fp32": lambda: plain(seed=1),
-    "fp32, micro-batches, clipped": lambda: plain(seed=2, micro_batches=3, clip=0.5),
-    "bf16": lambda: plain(BF16, seed=3),
-    "nesterov": lambda: sgd(seed=4, micro_batches=2),
-    "autocast bf16": lambda: plain(seed=5, amp=BF16),
-    "autocast bf16, micro-batches": lambda: plain(seed=6, amp=BF16, micro_batches=2),
-    "autocast fp16, scaler": lambda: scaled(seed=7),
-    "autocast fp16, scaler, fused": lambda: scaled(seed=8, fused=True, micro_batches=2),
-    "engine bf16": lambda: engine(9, megamix.Precision(BF16), clip_grad=1.0),
-    "engine, muon": lambda: engine(9, megamix.Precision(BF16), kind=megamix.Muon),
-    "engine fp16": lambda: engine(
-        10, megamix.Precision(FP16, loss_scale=megamix.DynamicLossScale(init_scale=2.0**16)), 2
-    ),
+    "fp32": plain,
+    "bf16": lambda: plain(BF16),
+    "autocast bf16": lambda: plain(amp=BF16),
+    "autocast fp16, scaler": scaled,
+    "autocast fp16, scaler, fused": lambda: scaled(fused=True, micro_batches=2),
+    "engine bf16": lambda: engine(megamix.Precision(BF16), clip_grad=1.0),
+    "engine, muon": lambda: engine(megamix.Precision(BF16), kind=megamix.Muon),
+    "engine fp16": lambda: engine(megamix.Precision(FP16, loss_scale=megamix.DynamicLossScale(init_scale=2.0**16)), 2),
 }
 TOGETHER = {
-    "ddp": lambda: ddp(11),
-    "ddp, micro-batches": lambda: ddp(12, micro_batches=2, clip=1.0),
-    "ddp, autocast": lambda: ddp(13, amp=BF16),
-    "ddp, fp16 on the wire": lambda: ddp(14, hook=fp16_compress_hook),
-    "ddp, fp16 on the wire, zero": lambda: ddp(15, hook=fp16_compress_hook, zero=True),
-    "zero": lambda: ddp(16, zero=True, amp=BF16),
-    "fsdp2": lambda: fsdp(17),
-    "fsdp2 bf16, fp32 sums": lambda: fsdp(18, HALF, micro_batches=2, clip=1.0),
-    "fsdp2 bf16": lambda: fsdp(19, MixedPrecisionPolicy(param_dtype=BF16)),
-    "engine": lambda: engine(20, megamix.Precision(BF16, reduce_dtype="half_fp32_sum"), 2),
-    "engine, gradients": lambda: engine(20, megamix.Precision(BF16, reduce_dtype="half_fp32_sum"), 2, "gradients"),
-    "engine, muon, parameters": lambda: engine(20, megamix.Precision(BF16), 2, "parameters", megamix.Muon),
-    "engine, parameters": lambda: engine(20, megamix.Precision(BF16, reduce_dtype="half_fp32_sum"), 2, "parameters"),
+    "ddp, micro-batches": lambda: ddp(micro_batches=2, clip=1.0),
+    "ddp, autocast": lambda: ddp(amp=BF16),
+    "ddp, fp16 on the wire, zero": lambda: ddp(hook=fp16_compress_hook, zero=True),
+    "fsdp2": fsdp,
+    "fsdp2 bf16, fp32 sums": lambda: fsdp(HALF, micro_batches=2, clip=1.0),
+    "fsdp2 bf16": lambda: fsdp(MixedPrecisionPolicy(param_dtype=BF16)),
+    "engine": lambda: engine(SUMS, 2),
+    "engine, gradients": lambda: engine(SUMS, 2, "gradients"),
+    "engine, muon, parameters": lambda: engine(megamix.Precision(BF16), 2, "parameters", megamix.Muon),
+    "engine, parameters": lambda: engine(SUMS, 2, "parameters"),
 }  # fmt: skip
 
 

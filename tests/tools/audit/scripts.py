@@ -28,26 +28,42 @@ def loss_of(module, step):
     return cross_entropy(module(tokens).float(), (tokens + 1) % NUM_TOKENS)
 
 
+def sgd(module):
+    return torch.optim.SGD(module.parameters(), lr=0.1)
+
+
+def adamw(module, lr=1e-3):
+    return torch.optim.AdamW(module.parameters(), lr=lr)
+
+
+def train(module, optimizer, loss=loss_of, steps=None):
+    """Take some steps, or steps until someone ends it."""
+    for step in count() if steps is None else range(steps):
+        optimizer.zero_grad()
+        loss(module, step).backward()
+        optimizer.step()
+
+
 def half():
     """Train in BF16 without masters."""
     module = model().bfloat16()
-    optimizer = torch.optim.AdamW(module.parameters(), lr=LR)
-    for step in count():
-        optimizer.zero_grad()
-        loss_of(module, step).backward()
-        optimizer.step()
+    train(module, adamw(module, LR))
+
+
+def half_without_masters():
+    """Train in FP16, in which AdamW's eps is zero."""
+    module = model().half()
+    train(module, adamw(module))
 
 
 def overflowing():
     """Train by DDP and a GradScaler whose scale overflows at the third attempt, and at the fourth."""
     dist.init_process_group("gloo")
     module = DistributedDataParallel(model())
-    optimizer, scaler = torch.optim.AdamW(module.parameters(), lr=1e-3), torch.amp.GradScaler("cpu")
+    optimizer, scaler = adamw(module), torch.amp.GradScaler("cpu")
     for step in count():
-        if step == 2:
-            scaler.update(2.0**32)
-        elif step == 4:
-            scaler.update(2.0**10)
+        if step in (2, 4):
+            scaler.update(2.0**32 if step == 2 else 2.0**10)
         optimizer.zero_grad()
         with torch.autocast("cpu", dtype=torch.float16):
             loss = loss_of(module, step)
@@ -59,7 +75,7 @@ def overflowing():
 def by_closure():
     """Let each update compute its own gradients, as Lightning does."""
     module = model()
-    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
+    optimizer = adamw(module)
     for step in count():
 
         def closure(step=step):
@@ -88,35 +104,28 @@ def in_turns():
 
 def twice():
     """End after two updates."""
-    take_updates(model(), 2)
+    module = model()
+    train(module, sgd(module), steps=2)
 
 
 def once():
     """End after one update."""
-    take_updates(model(), 1)
+    module = model()
+    train(module, sgd(module), steps=1)
 
 
 def by_epochs():
     """Make an optimizer for each epoch of two updates."""
     module = model()
     for _ in range(8):
-        take_updates(module, 2)
+        train(module, sgd(module), steps=2)
 
 
 def by_many():
     """Make an optimizer for each update."""
     module = model()
     for _ in range(8):
-        take_updates(module, 1)
-
-
-def take_updates(module, number):
-    """Make an optimizer, and take some updates with it."""
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    for step in range(number):
-        optimizer.zero_grad()
-        loss_of(module, step).backward()
-        optimizer.step()
+        train(module, sgd(module), steps=1)
 
 
 def inside_backward():
@@ -132,7 +141,8 @@ def inside_backward():
 def flat():
     """Train by FSDP1, which keeps weights as views of flat parameters."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    take_updates(FullyShardedDataParallel(model(), device_id=torch.device("cpu")), 9)
+    module = FullyShardedDataParallel(model(), device_id=torch.device("cpu"))
+    train(module, sgd(module), steps=9)
 
 
 def masters_by_hand():
@@ -144,7 +154,6 @@ def masters_by_hand():
         module.zero_grad()
         loss_of(module, step).backward()
         for master, param in zip(masters, module.parameters(), strict=True):
-            assert param.grad is not None
             master.grad = param.grad.float()
         optimizer.step()
         for master, param in zip(masters, module.parameters(), strict=True):
@@ -155,49 +164,32 @@ def partly_held():
     """Leave a weight out of the optimizer, and let another model, which nothing trains, get gradients."""
     module, judge = model(), model()
     optimizer = torch.optim.SGD([*module[0].parameters(), module[1].bias], lr=0.1)
-    for step in count():
-        (loss_of(module, step) + loss_of(judge, step)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    train(module, optimizer, lambda module, step: loss_of(module, step) + loss_of(judge, step))
 
 
 def evaluating():
-    """Train in FP32, and evaluate in BF16 behind each update."""
-    module = model()
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    for step in count():
+    """Train in FP32, and evaluate in BF16 between updates."""
+
+    def loss(module, step):
         with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
             loss_of(module, step)
-        loss_of(module, step).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        return loss_of(module, step)
+
+    module = model()
+    train(module, sgd(module), loss)
 
 
 def compiled_step():
     """Compile the function that computes the loss, and not the module."""
     module = model()
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     compiled = torch.compile(lambda tokens: cross_entropy(module(tokens), tokens), backend="aot_eager")
-    for _ in count():
-        compiled(torch.arange(NUM_TOKENS)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def by_hand():
-    """Move the weights without an optimizer, once."""
-    module = model()
-    loss_of(module, 0).backward()
-    with torch.no_grad():
-        for param in module.parameters():
-            assert param.grad is not None
-            param -= param.grad
+    train(module, sgd(module), lambda module, step: compiled(torch.arange(NUM_TOKENS)))
 
 
 def accumulating():
     """Accumulate 300 micro-batches for each update, whose activations are made anew in backward."""
     module = model()
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    optimizer = sgd(module)
     for step in count():
         head = checkpoint(module[1], module[0](torch.arange(NUM_TOKENS)), use_reentrant=True)
         cross_entropy(head, torch.arange(NUM_TOKENS)).div(300).backward()
@@ -209,21 +201,19 @@ def accumulating():
 def from_an_edge():
     """Begin each backward pass at an edge of the graph, and not at a tensor."""
     module = model()
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    optimizer = sgd(module)
     for step in count():
         optimizer.zero_grad()
         torch.autograd.backward(get_gradient_edge(loss_of(module, step)), torch.ones(()))
         optimizer.step()
 
 
-def by_grad_forever():
-    """Move the weights by hand and without `backward`, until someone ends it."""
+def by_hand():
+    """Move the weights without an optimizer, once."""
     module = model()
-    for step in count():
-        grads = torch.autograd.grad(outputs=loss_of(module, step), inputs=[*module.parameters()])
-        with torch.no_grad():
-            for param, grad in zip(module.parameters(), grads, strict=True):
-                param -= grad
+    loss_of(module, 0).backward()
+    for param in module.parameters():
+        param.data -= param.grad
 
 
 def by_hand_forever():
@@ -232,121 +222,90 @@ def by_hand_forever():
         by_hand()
 
 
-def half_without_masters():
-    """Train in FP16, in which AdamW's eps is zero."""
-    module = model().half()
-    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3, eps=1e-8)
+def by_grad_forever():
+    """Move the weights by hand and without `backward`, until someone ends it."""
+    module = model()
     for step in count():
-        optimizer.zero_grad()
-        loss_of(module, step).backward()
-        optimizer.step()
+        grads = torch.autograd.grad(outputs=loss_of(module, step), inputs=[*module.parameters()])
+        for param, grad in zip(module.parameters(), grads, strict=True):
+            param.data -= grad
 
 
 def log_of_negative():
     """Compute a loss that is NaN from the second update on, with finite gradients."""
+
+    def loss(module, step):
+        right = loss_of(module, step)
+        return right + torch.log(right.detach() if step == 0 else -right.detach())
+
     module = model()
-    optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
-    for step in count():
-        optimizer.zero_grad()
-        loss = loss_of(module, step)
-        (loss + torch.log(loss.detach() if step == 0 else -loss.detach())).backward()
-        optimizer.step()
+    train(module, sgd(module), loss)
 
 
 def root_of_zero():
     """Compute a gradient that is not finite from the third update on."""
     module = model()
-    optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
-    for step in count():
-        optimizer.zero_grad()
-        (loss_of(module, step) + (module[1].bias * (step < 2)).square().sum().sqrt()).backward()
-        optimizer.step()
-
-
-def each_alone():
-    """Train on two ranks that read their own data and average only a count for a log."""
-    train_on_ranks(average=False)
-
-
-def averaging():
-    """Average the gradients of two ranks by hand."""
-    train_on_ranks(average=True)
+    train(
+        module, sgd(module),
+        lambda module, step: loss_of(module, step) + (module[1].bias * (step < 2)).square().sum().sqrt(),
+    )  # fmt: skip
 
 
 def never_met():
     """Train on ranks that read their own data and have no process group."""
     module = model()
-    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
-    for step in count():
-        optimizer.zero_grad()
-        loss_of(module, 2 * step + int(os.environ["RANK"])).backward()
-        optimizer.step()
+    train(module, adamw(module), lambda module, step: loss_of(module, 2 * step + int(os.environ["RANK"])))
 
 
-def train_on_ranks(average):
-    """Train a plain module on each rank. `average`: whether they average their gradients."""
+def each_alone(average=False):
+    """Train on two ranks that read their own data and average only a count for a log, or, by hand, the gradients."""
     dist.init_process_group("gloo")
     module = model()
-    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
+    optimizer = adamw(module)
     for step in count():
         optimizer.zero_grad()
-        loss = loss_of(module, 2 * step + dist.get_rank())
-        loss.backward()
+        loss_of(module, 2 * step + dist.get_rank()).backward()
         for param in module.parameters() if average else ():
             dist.all_reduce(param.grad)
-        dist.all_reduce(torch.stack([loss.detach(), torch.ones(())]))
+        dist.all_reduce(torch.ones(2))
         optimizer.step()
+
+
+def averaging():
+    """Average the gradients of two ranks by hand."""
+    each_alone(average=True)
 
 
 def never_synced():
     """Train by DDP, each micro-batch without its averages."""
-    train_by_ddp(lambda wrapper, tokens: wrapper(tokens), DistributedDataParallel.no_sync)
+    last_synced(around_last=DistributedDataParallel.no_sync)
 
 
 def inner_called():
     """Train by DDP, and call the model inside the wrapper."""
-    train_by_ddp(lambda wrapper, tokens: wrapper.module(tokens), nullcontext)
+    last_synced(lambda wrapper: wrapper.module)
 
 
-def last_synced():
-    """Train by DDP, and average with the last micro-batch alone, as it should be."""
-    train_by_ddp(lambda wrapper, tokens: wrapper(tokens), nullcontext)
-
-
-def train_by_ddp(call, around_last):
-    """Train a wrapped model on ranks that read their own data, two micro-batches an update."""
+def last_synced(called=lambda wrapper: wrapper, around_last=nullcontext):
+    """Train by DDP on ranks that read their own data, two micro-batches an update, and average with the last one alone,
+    as it should be, unless another context is around that.
+    """
     dist.init_process_group("gloo")
     wrapper = DistributedDataParallel(model())
-    optimizer = torch.optim.AdamW(wrapper.parameters(), lr=1e-3)
+    optimizer = adamw(wrapper)
     for step in count():
         optimizer.zero_grad()
         for around in (DistributedDataParallel.no_sync, around_last):
-            tokens = torch.randint(
-                NUM_TOKENS, (128,), generator=torch.Generator().manual_seed(2 * step + dist.get_rank())
-            )
             with around(wrapper):
-                cross_entropy(call(wrapper, tokens), tokens).backward()
+                loss_of(called(wrapper), 2 * step + dist.get_rank()).backward()
         optimizer.step()
 
 
 def loose_tensor():
     """Move a tensor that is in no module."""
     weight = torch.zeros(3, requires_grad=True)
-    optimizer = torch.optim.SGD([weight], lr=0.1)
-    for _ in count():
-        weight.sum().backward()
-        optimizer.step()
+    train(None, torch.optim.SGD([weight], lr=0.1), lambda module, step: weight.sum())
 
-
-SCRIPTS = {
-    one.__name__: one
-    for one in (
-        half, overflowing, by_closure, in_turns, twice, once, by_epochs, by_many, inside_backward, flat,
-        masters_by_hand, partly_held, evaluating, compiled_step, by_hand, by_hand_forever,
-        by_grad_forever, accumulating, from_an_edge, half_without_masters, log_of_negative, root_of_zero,
-        each_alone, averaging, never_met, never_synced, inner_called, last_synced, loose_tensor,
-    )
-}  # fmt: skip
 
 if __name__ == "__main__":
-    SCRIPTS[sys.argv[1]]()
+    globals()[sys.argv[1]]()
