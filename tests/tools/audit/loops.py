@@ -16,10 +16,10 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 class Model(nn.Module):
-    def __init__(self, layers=3):
+    def __init__(self):
         super().__init__()
         self.embedding = nn.Embedding(32, 16)
-        self.layers = nn.ModuleList(Block() for _ in range(layers))
+        self.layers = nn.ModuleList(Block() for _ in range(3))
         self.head = nn.Linear(16, 32)
 
     def forward(self, tokens):
@@ -154,10 +154,10 @@ TOGETHER = {
 }  # fmt: skip
 
 
-def trained(name, audits, steps=4):
+def trained(name, audits):
     """Return a loop's weights, and the last of two audits in the middle."""
     loop, report = (ALONE | TOGETHER)[name](), None
-    for number in range(steps):
+    for number in range(4):
         if audits and number in (1, 2):
             report = loop.audited(number)
         else:

@@ -22,7 +22,7 @@ class Bug:
     missing: str = ""  # reason why the kind is not named, or the bug not found
 
 
-BUGS: dict[str, Bug] = {}
+BUGS = {}
 
 
 def enter(name, doc, *answer, **other):

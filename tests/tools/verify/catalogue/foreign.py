@@ -255,10 +255,7 @@ class CountedOutside(torch.optim.AdamW):
 
 
 class WithGroups(torch.optim.AdamW):
-    """AdamW whose equation sees other options than its groups show. `other`: those of a group."""
-
-    def other(self, group):
-        raise NotImplementedError
+    """AdamW whose equation sees other options than its groups show: what `other(group)` returns."""
 
     def step(self, closure=None):
         kept = [dict(group) for group in self.param_groups]

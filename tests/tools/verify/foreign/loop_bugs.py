@@ -64,7 +64,7 @@ class InfinityNorm(Fsdp):
 class ClippedByTheLastNorm(Hand):
     """The norm comes a step late, so that nobody waits for it."""
 
-    precision, clip_grad, accumulation = "fp16", 0.3, 1
+    precision, clip_grad, accumulation, start = "fp16", 0.3, 1, 2.0**17
 
     def clip(self):
         self.scaler.unscale_(self.optim)

@@ -4,6 +4,7 @@ replaces their parts.
 """
 
 import math
+from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
@@ -39,13 +40,12 @@ class Net(foreign.Net):
             self.register_buffer(name, buffer, persistent=name not in ("mask", "turns"))
 
     def hidden(self, x):
-        right = super().hidden
-        return checkpoint(right, x, use_reentrant=False) if self.recomputed else right(x)
+        return super().hidden(self.rotary(x))
 
     def forward(self, tokens):
         x = self.embed(tokens)
         turned = torch.view_as_complex(wide(x).unflatten(-1, (-1, 2)).contiguous()) * self.turns
-        x = self.rotary(torch.view_as_real(turned).flatten(-2).to(x.dtype))
+        x = torch.view_as_real(turned).flatten(-2).to(x.dtype)
         if self.training:
             with torch.no_grad():
                 self.forwards += 1
@@ -54,7 +54,8 @@ class Net(foreign.Net):
                 self.largest[0] = self.range[0] = largest
                 self.least[0] = self.least[0].minimum(largest)
         x = x + (self.still(wide(x)) + self.distances[:, None]).to(x.dtype)
-        return self.head(x + self.hidden(x))
+        hidden = checkpoint(self.hidden, x, use_reentrant=False) if self.recomputed else self.hidden(x)
+        return self.head(x + hidden)
 
 
 class Loop(Unequal):
@@ -62,7 +63,7 @@ class Loop(Unequal):
 
     recomputed = unequal = False
     precision = "fp32"
-    start = 2.0**17  # in FP16
+    start = 2.0**15  # in FP16
     table = torch.float32  # dtype in which the training keeps its rotary tables
 
     def net(self):
@@ -137,16 +138,6 @@ class FabricModule(nn.Module):
             return wide(self._forward_module(*args))
 
 
-class FabricOptimizer:
-    """Wrapper that passes on all calls, as Fabric's does."""
-
-    def __init__(self, optimizer):
-        self.optimizer = optimizer
-
-    def __getattr__(self, name):
-        return getattr(self.optimizer, name)
-
-
 class Fabric(Loop):
     """Loop with a module and an optimizer in wrappers such as Lightning Fabric's."""
 
@@ -155,7 +146,8 @@ class Fabric(Loop):
         return FabricModule(forward, model, AUTOCASTS.get(self.precision))
 
     def make(self, module):
-        return FabricOptimizer(super().make(module))
+        made = super().make(module)
+        return SimpleNamespace(optimizer=made, step=made.step, zero_grad=made.zero_grad)
 
     def micro(self, number, batch, batches):
         if self.ranks > 1:

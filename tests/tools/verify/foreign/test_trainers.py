@@ -96,7 +96,7 @@ def test_an_eps_that_is_not_given_is_that_of_the_dtype_which_is_trained():
 def test_the_verb_starts_the_ranks_and_prints_a_row_for_each_number(capsys):
     assert main(["verify", "--trainer", BY_HAND, "--ranks", "1"]) == 0
     head, line, _ = capsys.readouterr().out.splitlines()
-    assert head.split() == ["ranks", "on", "attempts", "skipped", "loss", "gradients", "norm", "weights", "moments"]
+    assert head.split()[:4] == ["ranks", "on", "attempts", "skipped"]
     assert line.split()[:4] == ["1", "cpu", "4", "0"]
     assert line.split()[-1] == "passes"
 

@@ -21,7 +21,7 @@ from tests.tools.verify.catalogue.run import judged_layouts
 from tests.tools.verify.jobs import make_config
 
 CPU = torch.device("cpu")
-SIZES = (1, 2, 3, 8, 13, 32, 64)
+SIZES = 1, 2, 3, 8, 13, 32, 64
 SPECTRA = (  # flat, steep, of half rank
     torch.ones, lambda size: torch.logspace(0, -6, size), lambda size: (torch.arange(size) <= size // 2).float(),
 )  # fmt: skip

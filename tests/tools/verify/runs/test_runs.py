@@ -99,8 +99,7 @@ def _drawn(seed):
 def test_a_job_that_is_right_passes(run_ranks, seed):
     config, layouts = _drawn(seed)
     with _pools(run_ranks):
-        _, header, *rows = runs_lines(config, [*map(parse_layout, layouts.split(","))], None)
-    assert header.split() == ["run", "on", "attempts", "skipped"]
+        _, _, *rows = runs_lines(config, [*map(parse_layout, layouts.split(","))], None)
     assert [row.split()[-1] for row in rows] == ["passes"] * len(rows)
     assert all(int(row.split()[-2]) >= 2 for row in rows)  # those that are planted
 
