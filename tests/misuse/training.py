@@ -1,43 +1,16 @@
 """A training that a case tampers with, and the plain loop that it must equal if nothing refuses the case."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import nn
 
-from megamix import NAG, DynamicLossScale, Precision, ShardedEngine, Sharding
+from megamix import NAG, Sharding
+from tests.builders import loss_of, make_batch, make_engine, make_model
 
-VOCAB, WIDTH, STEPS, TAMPERED = 32, 16, 4, 1  # the case acts in this step
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 2 * WIDTH)
-        self.down = nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x):
-        return x + self.down(F.gelu(self.up(self.norm(x))))
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(VOCAB, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
-        self.head = nn.Linear(WIDTH, VOCAB)
-        self.register_buffer("scale", torch.ones(()))
-
-    def forward(self, tokens):
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x) * self.scale
+STEPS, TAMPERED = 4, 1  # the case acts in this step
 
 
 @dataclass
@@ -49,7 +22,6 @@ class Scene:
     loss: Any = None
     step: int = 0
     rank: int = 0
-    settings: dict[str, Any] = field(default_factory=dict)  # of the engine
     kept: Any = None  # by the case, from one of its calls to the next
 
     @property
@@ -72,16 +44,7 @@ class Case:
     says: str | None = None
     plain: Callable[[Scene], object] | None = None
     every_step: bool = False
-    dtype: torch.dtype = torch.float32
     shards: tuple[str, ...] = ("states", "gradients", "parameters")
-
-
-def tokens_of(step, rank):
-    return torch.randint(VOCAB, (4, 8), generator=torch.Generator().manual_seed(100 * step + rank))
-
-
-def loss_of(logits, tokens):
-    return F.cross_entropy(logits.float().flatten(0, 1), (3 * tokens + 1).remainder(VOCAB).flatten())
 
 
 def _act(scene, case, at):
@@ -91,10 +54,22 @@ def _act(scene, case, at):
 
 
 def _new_scene(case, rank):
-    torch.manual_seed(0)
-    scene = Scene(Net(), rank=rank)
+    scene = Scene(make_model(tied=False), rank=rank)
     _act(scene, case, "model")
     return scene
+
+
+def _run(case, scene, called, tokens_of, backward, end):
+    """Train `called` on the tokens of each step."""
+    _act(scene, case, "built")
+    for scene.step in range(STEPS):
+        _act(scene, case, "forward")
+        scene.loss = loss_of(called, tokens_of(scene.step))
+        _act(scene, case, "backward")
+        backward(scene.loss)
+        _act(scene, case, "step")
+        end()
+        _act(scene, case, "end")
 
 
 def train(case, shard):
@@ -102,40 +77,25 @@ def train(case, shard):
     rank = dist.get_rank()
     scene = _new_scene(case, rank)
     model = scene.model
-    units = [model.embedding, *model.blocks, model.head] if shard == "parameters" else ()
-    loss_scale = DynamicLossScale() if case.dtype == torch.float16 else None
-    settings = {"sharding": Sharding(units=units, shard=shard), "precision": Precision(case.dtype, None, loss_scale)}
-    settings |= scene.settings
-    optimizer = settings.pop("optimizer", None) or NAG(lr=0.1, momentum=0.9, weight_decay=0.0)
-    scene.engine = ShardedEngine(model, optimizer, compile_update=False, **settings)
-    _act(scene, case, "built")
-    for scene.step in range(STEPS):
-        _act(scene, case, "forward")
-        tokens = tokens_of(scene.step, rank)
-        scene.loss = loss_of(scene.engine(tokens), tokens)
-        _act(scene, case, "backward")
-        scene.engine.backward(scene.loss)
-        _act(scene, case, "step")
-        scene.engine.step()
-        _act(scene, case, "end")
-    return scene.engine.full_weights()
+    units = [model.embedding, *model.blocks, model.norm, model.head] if shard == "parameters" else ()
+    engine = scene.engine = make_engine(model, NAG(lr=0.1, weight_decay=0.0), sharding=Sharding(units, shard=shard))
+    _run(case, scene, engine, lambda step: make_batch(step, rank, 0), engine.backward, engine.step)
+    return engine.full_weights()
 
 
 def train_plainly(case, world_size):
-    """Do the same in one process, with torch alone, in FP32."""
+    """Do the same in one process, with torch alone."""
     scene = _new_scene(case, 0)
     model = scene.model
     params = [param for param in model.parameters() if param.requires_grad]
     optimizer = torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True)
-    _act(scene, case, "built")
-    for scene.step in range(STEPS):
-        _act(scene, case, "forward")
-        tokens = torch.cat([tokens_of(scene.step, rank) for rank in range(world_size)])
-        scene.loss = loss_of(model(tokens), tokens)
-        _act(scene, case, "backward")
-        scene.loss.backward()
-        _act(scene, case, "step")
+
+    def tokens_of(step):
+        return torch.cat([make_batch(step, rank, 0) for rank in range(world_size)])
+
+    def end():
         optimizer.step()
         optimizer.zero_grad()
-        _act(scene, case, "end")
+
+    _run(case, scene, model, tokens_of, torch.Tensor.backward, end)
     return model.state_dict()
