@@ -15,7 +15,7 @@ from tests.gpu import library
 
 ROOT = Path(__file__).parents[1]
 # Without `--full`, files of few seconds, with tests that pass and tests that fail.
-SAMPLE = [f"tests/mixed_precision/test_{name}.py" for name in ("engine", "set_lr")]
+SAMPLE = [f"tests/mixed_precision/test_{name}.py" for name in ("engine", "schedules")]
 SAMPLE += [f"tests/model/test_{name}.py" for name in ("fp8", "windows")]
 
 

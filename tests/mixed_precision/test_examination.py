@@ -16,26 +16,18 @@ pytestmark = pytest.mark.uncounted
 ACCUM = 2
 
 
-@pytest.mark.parametrize(
-    ("name", "layer"),
-    [
-        ("embedding.weight", "embedding"),
-        ("blocks.0.attention.query.weight", "blocks.0"),
-        ("blocks.11.feed_forward.down.bias", "blocks.11"),
-        ("transformer.h.3.mlp.experts.7.weight", "transformer.h.3"),
-        ("encoder.projection.weight", "encoder.projection"),
-        ("norm.weight", "norm"),
-        ("head.weight", "head"),
-        ("0.weight", "0"),
-        ("gain", "gain"),
-        ("scales.0", "scales"),
-    ],
-)
-def test_a_parameter_s_name_says_its_layer(name, layer):
-    assert layer_of(name) == layer
+NAMES = {
+    "blocks.11.feed_forward.down.bias": "blocks.11",
+    "transformer.h.3.mlp.experts.7.weight": "transformer.h.3",
+    "encoder.projection.weight": "encoder.projection",
+    "0.weight": "0",
+    "gain": "gain",
+    "scales.0": "scales",
+}
 
 
-def test_layers_come_in_the_order_of_the_model():
+def test_parameters_names_say_their_layers_in_the_order_of_the_model():
+    assert {name: layer_of(name) for name in NAMES} == NAMES
     names = [name for name, _ in make_model(tied=False).named_parameters()]
     assert layers_of(names) == ("embedding", "blocks.0", "blocks.1", "blocks.2", "norm", "head")
 
@@ -79,32 +71,24 @@ def _trained(examined, dtype, grad_dtype, recompute):
     return [*said, engine.applied_updates]
 
 
-def _differences(*args):
-    pairs = zip(_trained(False, *args), _trained(True, *args), strict=True)
+def _differences(chunk, *args):
+    with mock.patch.object(examination, "_CHUNK", chunk):
+        pairs = zip(_trained(False, *args), _trained(True, *args), strict=True)
     bits = [[tensor.flatten().view(torch.uint8) for tensor in pair] for pair in pairs]
     return [place for place, (plain, examined) in enumerate(bits) if not torch.equal(plain, examined)]
 
 
 @pytest.mark.parametrize(
-    ("dtype", "grad_dtype", "recompute"),
+    ("chunk", "dtype", "grad_dtype", "recompute"),
     [
-        (torch.float16, torch.float16, True),
-        (torch.float16, torch.float32, False),
-        (torch.bfloat16, torch.bfloat16, False),
-        (torch.float32, torch.float32, False),
+        (examination._CHUNK, torch.float16, torch.float16, True),
+        (examination._CHUNK, torch.float16, torch.float32, False),
+        (128, torch.bfloat16, torch.bfloat16, False),  # cuts leave no element out, and keep its group
+        (examination._CHUNK, torch.float32, torch.float32, False),
     ],
 )
-def test_an_examined_step_computes_the_same_bits(run_ranks, dtype, grad_dtype, recompute):
-    assert run_ranks(_differences, 2, dtype, grad_dtype, recompute) == [[], []]
-
-
-def _differences_in_small_cuts():
-    with mock.patch.object(examination, "_CHUNK", 128):
-        return _differences(torch.bfloat16, torch.bfloat16, False)
-
-
-def test_the_cuts_of_an_examined_update_leave_no_element_out_and_keep_its_group(run_ranks):
-    assert run_ranks(_differences_in_small_cuts, 2) == [[], []]
+def test_an_examined_step_computes_the_same_bits(run_ranks, chunk, dtype, grad_dtype, recompute):
+    assert run_ranks(_differences, 2, chunk, dtype, grad_dtype, recompute) == [[], []]
 
 
 def test_each_micro_batch_s_gradient_is_seen_before_it_is_added():
@@ -133,10 +117,8 @@ def test_each_micro_batch_s_gradient_is_seen_before_it_is_added():
         inf, nan, max_abs = local[micro_batch, engine.plan.param_names.index(name)]
         assert (inf, nan) == (grad.isinf().sum(), grad.isnan().sum())
         assert torch.equal(max_abs.nan_to_num(), grad.abs().max().double().nan_to_num())
-    assert local[:, :, :2].sum(1).tolist() == [
-        [15.0, 7.0],
-        [18.0, 7.0],
-    ]  # three up.weight, seven parameters of blocks.1
+    # Three up.weight, seven parameters of blocks.1.
+    assert local[:, :, :2].sum(1).tolist() == [[15.0, 7.0], [18.0, 7.0]]
 
 
 def test_gradients_that_come_twice_in_a_micro_batch_are_both_counted():

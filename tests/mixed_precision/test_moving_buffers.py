@@ -2,19 +2,19 @@
 statistics and their counts, whatever wrote them; writes of user code between steps stay.
 """
 
+from contextlib import contextmanager
+from functools import partial
 from typing import get_args
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from megamix import Precision, Sharding, StaticLossScale
 from megamix.mixed_precision.settings import Shard
 from tests.builders import make_engine
+from tests.mixed_precision.spoilers import SPOILERS
 
 STAY = ["norms.1.table", "track.num_batches_tracked"]
 FP16 = Precision(torch.float16, loss_scale=StaticLossScale(8.0))
@@ -54,124 +54,75 @@ class Net(nn.Module):
 def _engine(shard="states", recompute=False, **more):
     torch.manual_seed(0)
     model = Net(recompute)
-    sharding = Sharding([model.first, model.last], shard=shard)
-    return make_engine(model, None, FP16, sharding, **more)
+    return make_engine(model, None, FP16, Sharding([model.first, model.last], shard=shard), **more)
 
 
-def _forward(engine, step, times=1.0):
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(10 * step + rank))
-    return engine((x * times).half()).float().square().mean()
+def _forward(engine, step):
+    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(10 * step + engine.topology.dp.rank))
+    return engine(x.half()).float().square().mean()
 
 
 def _step(engine, step, overflows=False):
-    """Take a step; if it overflows, on one rank alone."""
-    alone = not dist.is_initialized() or dist.get_rank() == 1
+    """Take a step; if it overflows, on the last rank alone."""
+    dp = engine.topology.dp
     for _ in range(engine.grad_accum_steps):
-        engine.backward(_forward(engine, step) * (float("inf") if overflows and alone else 1.0))
+        engine.backward(_forward(engine, step) * (float("inf") if overflows and dp.rank == dp.size - 1 else 1.0))
     assert bool(engine.step().found_inf) == overflows
 
 
-def _buffers(engine):
-    return {name: buffer.clone() for name, buffer in engine.module.named_buffers()}
+@contextmanager
+def _kept(engine, moved=None):
+    """Run a block that leaves all buffers alone, or moves all but those in `moved`."""
+    before = {name: buffer.clone() for name, buffer in engine.module.named_buffers()}
+    yield
+    same = [name for name, buffer in engine.module.named_buffers() if torch.equal(before[name], buffer)]
+    assert same == ([*before] if moved is None else moved)
 
 
-def _equal(one, other):
-    return [name for name in one if torch.equal(one[name], other[name])]
+def _overflow(shard):
+    for recompute in (False, True):
+        engine = _engine(shard, recompute, grad_accum_steps=2)
+        for step, overflows in enumerate([True, False, True, False]):
+            with _kept(engine, None if overflows else STAY):
+                _step(engine, step, overflows)
 
 
-def _kept_over_overflows(shard, recompute, micro_batches):
-    """Return whether each step changed the right buffers, with an overflow also in the first step."""
-    engine = _engine(shard, recompute, grad_accum_steps=micro_batches)
-    told = []
-    for step, overflows in enumerate([True, False, True, False]):
-        before = _buffers(engine)
-        _step(engine, step, overflows)
-        same = _equal(before, _buffers(engine))
-        told.append(len(same) == len(before) if overflows else same == STAY)
-    return told
+@pytest.mark.parametrize("shard", get_args(Shard))
+def test_an_overflow_on_one_rank_moves_no_buffer_on_any(run_ranks, shard):
+    run_ranks(_overflow, 2, shard)
 
 
-def _all_kept():
-    cases = [(shard, recompute) for shard in get_args(Shard) for recompute in (False, True)]
-    return [_kept_over_overflows(shard, recompute, 2) for shard, recompute in cases]
-
-
-def test_an_overflow_on_one_rank_moves_no_buffer_on_any(run_ranks):
-    assert run_ranks(_all_kept, 2) == [[[True] * 4] * 6] * 2
-
-
-def _discard(engine):
-    engine.backward(_forward(engine, 1))
-    engine.discard_step()
-
-
-def _fail_in_backward(engine):
-    class Planted(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, grad):
-            raise ValueError("planted")
-
-    hook = engine.module.first.register_forward_hook(lambda module, args, out: Planted.apply(out))
-    with pytest.raises(ValueError, match="planted"):
-        engine.backward(_forward(engine, 1))
-    hook.remove()
-
-
-def _fail_in_forward(engine):
-    def fail(*_):
-        raise ValueError("planted")
-
-    hook = engine.module.last.register_forward_hook(fail)
-    with pytest.raises(ValueError, match="planted"):
-        _forward(engine, 1)
-    hook.remove()
-    engine.discard_step()
-
-
-def _probe(engine):
-    engine.backward(_forward(engine, 1))
-    engine.probe_loss_scale()
-
-
-def _two_forwards(engine):
+def _two_forwards(engine, forward):
     engine.backward(_forward(engine, 1) + _forward(engine, 2) * float("nan"))
     engine.step()
 
 
-@pytest.mark.parametrize("spoil", [_discard, _fail_in_backward, _fail_in_forward, _probe, _two_forwards])
+@pytest.mark.parametrize("spoil", [*SPOILERS, _two_forwards])
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("steps_before", [0, 2])
 def test_what_is_no_step_moves_no_buffer(spoil, recompute, steps_before):
     engine = _engine(recompute=recompute)
     for step in range(steps_before):
         _step(engine, step)
-    before = _buffers(engine)
-    spoil(engine)
-    assert _equal(before, _buffers(engine)) == [*before]
-    _step(engine, 7)
-    assert _equal(before, _buffers(engine)) == STAY
+    with _kept(engine, STAY):
+        with _kept(engine):
+            spoil(engine, partial(_forward, engine, 1))
+        _step(engine, 7)
 
 
 def test_what_user_code_writes_between_steps_is_not_put_back():
     engine = _engine()
     _step(engine, 0)
     model = engine.module
-    for number, write in enumerate(
-        [
-            lambda: model.norms[0].running_mean.fill_(3.0),
-            lambda: model.norms[1].table.mul_(2.0),
-            lambda: model.track.register_buffer("running_var", torch.full((4,), 5.0)),
-        ]
-    ):
+    writes = [
+        lambda: model.norms[0].running_mean.fill_(3.0),
+        lambda: model.norms[1].table.mul_(2.0),
+        lambda: model.track.register_buffer("running_var", torch.full((4,), 5.0)),
+    ]
+    for number, write in enumerate(writes):
         write()
-        before = _buffers(engine)
-        _step(engine, number, overflows=True)
-        assert _equal(before, _buffers(engine)) == [*before]
+        with _kept(engine):
+            _step(engine, number, overflows=True)
     nan = _forward(engine, 4) * float("nan")
     model.norms[1].total.fill_(7.0)  # the value that the next forward finds stays
     engine.backward(nan + _forward(engine, 5))
@@ -192,9 +143,8 @@ def test_evaluation_and_a_norm_that_is_thawed_later():
     with torch.no_grad():
         _forward(engine, 2)
     model.train()
-    before = _buffers(engine)
-    _step(engine, 3, overflows=True)
-    assert _equal(before, _buffers(engine)) == [*before]
+    with _kept(engine):
+        _step(engine, 3, overflows=True)
 
 
 def test_statistics_of_compiled_blocks_are_put_back():
@@ -203,43 +153,24 @@ def test_statistics_of_compiled_blocks_are_put_back():
     model[0].compile(backend="aot_eager")
     engine = make_engine(model, precision=FP16)
     _step(engine, 0)
-    before = _buffers(engine)
-    _step(engine, 1, overflows=True)
-    assert _equal(before, _buffers(engine)) == [*before]
-    _step(engine, 1)
-    assert _equal(before, _buffers(engine)) == []
-
-
-class _Operands(TorchDispatchMode):
-    """Notes the id of each tensor that an operation receives."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.seen.update(map(id, tree_leaves((args, kwargs))))
-        return func(*args, **(kwargs or {}))
+    with _kept(engine):
+        _step(engine, 1, overflows=True)
+    with _kept(engine, []):
+        _step(engine, 1)
 
 
 def test_buffers_of_any_kind_are_left_alone_if_nothing_moves_them():
     kinds = {
         "eighth": torch.ones(3).to(torch.float8_e4m3fn),
-        "complex": torch.ones(3, dtype=torch.complex64),
         "expanded": torch.ones(1).expand(4, 3),
         "sparse": torch.eye(3).to_sparse(),
         "unknown": torch.full((2, 2), float("nan")),
-        "flag": torch.tensor(True),
-        "empty": torch.zeros(0),
     }
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, affine=False), nn.Linear(4, 1))
     for name, buffer in kinds.items():
         model[0].register_buffer(name, buffer, persistent=False)
     engine = make_engine(model, precision=FP16)
     _step(engine, 0, overflows=True)  # the engine learns in this step's first forward
-    with _Operands() as operands:
-        _step(engine, 1)
-        _step(engine, 2, overflows=True)
+    _step(engine, 1)
+    _step(engine, 2, overflows=True)
     assert not [name for name, buffer in kinds.items() if getattr(model[0], name) is not buffer]
-    touched = [name for name, buffer in model.named_buffers() if id(buffer) in operands.seen]
-    assert touched == ["1.running_mean", "1.running_var", "1.num_batches_tracked"]
