@@ -6,8 +6,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from megamix import Tally, add_loss
+from tests.builders import MODEL_VOCAB
 
-VOCAB, WIDTH, PLACES = 29, 16, 5
+WIDTH, PLACES = 16, 5
 
 
 def counted_up(value, counts):
@@ -38,30 +39,18 @@ class Chooser(nn.Module):
 class Choosers(nn.Module):
     def __init__(self, adds=True, recompute=False):
         super().__init__()
-        self.embedding = nn.Embedding(VOCAB, WIDTH)
+        self.embedding = nn.Embedding(MODEL_VOCAB, WIDTH)
         self.blocks = nn.ModuleList(Chooser(adds) for _ in range(2))
-        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
+        self.head = nn.Linear(WIDTH, MODEL_VOCAB, bias=False)
         self.recompute = recompute
 
-    def forward(self, tokens):
+    def forward(self, tokens, flavour=0):
         x = self.embedding(tokens)
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
-        logits = self.head(x)
-        return logits
+        return self.head(x)
 
 
 def choosers(**settings):
     torch.manual_seed(3)
     return Choosers(**settings)
-
-
-def loss_of(called, tokens):
-    """Return the loss of the next tokens. `called`: the model or its engine."""
-    return F.cross_entropy(called(tokens[:, :-1]).float().flatten(0, 1), tokens[:, 1:].flatten())
-
-
-def tokens_of(*place):
-    """Return the tokens of a micro-batch, a function of its place in the training: INT64 (3, 9)."""
-    seed = sum(number * 100**power for power, number in enumerate(place))
-    return torch.randint(VOCAB, (3, 9), generator=torch.Generator().manual_seed(seed))
