@@ -4,6 +4,7 @@ dtype is.
 """
 
 import itertools
+from typing import get_args
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch
 from megamix import AdamW, Muon, Precision, Sharding, StaticLossScale, WeightAverage
 from megamix.mixed_precision.bucket import BucketBytes
 from megamix.mixed_precision.flat_layout import ParamSpec, build_layout
+from megamix.mixed_precision.settings import Shard
 from megamix.mixed_precision.storage import allocate
 from megamix.mixed_precision.update_slice import UpdateGroup
 from tests.builders import BF16, FP32, make_engine, make_model
@@ -22,6 +24,7 @@ FORMATS = {
     "bf16, FP32 gradients": Precision(torch.bfloat16, torch.float32),
     "fp32": FP32,
 }
+SHARDS = get_args(Shard)
 OPTIMIZERS = {"adamw": AdamW(lr=0.01), "muon": Muon(lr=0.01), "bf16 states": AdamW(lr=0.01, state_dtype=torch.bfloat16)}
 
 
@@ -37,9 +40,9 @@ def _buffers(bucket):
     }
 
 
-def _compare(accumulates, optimizers, precisions, shards=("states", "gradients", "parameters")):
+def _compare(accumulates, optimizers, precisions):
     """Compare what each bucket says with the bytes behind its tensors, between steps and within one."""
-    for precision, shard, accumulate, optimizer in itertools.product(precisions, shards, accumulates, optimizers):
+    for precision, shard, accumulate, optimizer in itertools.product(precisions, SHARDS, accumulates, optimizers):
         model = make_model(tied=False)
         sharding = Sharding([*model.blocks], bucket_size=2000, shard=shard, accumulate=accumulate)
         engine = make_engine(model, OPTIMIZERS[optimizer], FORMATS[precision], sharding, grad_accum_steps=2)
