@@ -8,24 +8,20 @@ import json
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass, replace
-from functools import cached_property
-from itertools import combinations
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
 from megamix.config import data_parallel_size, load_config
 from megamix.tools.plan.calibrate import MeasuredStep, calibrate, measured_step
 from megamix.tools.plan.time_constants import fitted_constants
-from megamix.tools.plan.time_hardware import Hardware, load_hardware, measured_hardware
+from megamix.tools.plan.time_hardware import load_hardware, measured_hardware
 from megamix.tools.plan.time_job import timed_job
 from megamix.tools.plan.time_model import step_time
 from tests.programs import with_settings
 
 ROOT = Path(__file__).resolve().parents[3]
 JOB, FILE = Path(__file__).with_name("measured_job.toml"), Path(__file__).with_suffix(".json")
-PARTS = ("seconds", "computing", "processor")
-DIFFERENT = 0.1
 RATES = ("cores", "wire", "products", "copy")  # doctor's checks that the time model reads
 LARGE = "model.hidden_size=512 model.num_heads=8"
 
@@ -67,11 +63,12 @@ MANY = {  # more ranks than cores
     "8 dp2 tp2 pp2": "mb=1 tp=2 pp=2",
     "8 cp2 tp2 pp2 recompute": "mb=2 cp=2 tp=2 pp=2 model.recompute=full",
 }
+JOBS = FEW | MANY
 CALIBRATED = ("1 large", "2 dp2 states")
 
 
 def overrides_of(name):
-    pairs = (word.split("=", 1) for word in (FEW | MANY)[name].split())
+    pairs = (word.split("=", 1) for word in JOBS[name].split())
     return [f"{SHORT.get(key, key)}={value}" for key, value in pairs]
 
 
@@ -80,69 +77,30 @@ def job_of(name):
     return timed_job(config, data_parallel_size(config, int(name.split()[0])))
 
 
-@dataclass(frozen=True)
-class Measurements:
-    """Measurements of jobs of one machine, and what the time model says of them."""
+def compared(measured):
+    """Return by job (predicted, measured) seconds of a step, of `measured`, the content of a file: medians.
 
-    machine: Hardware
-    steps: dict[str, dict[str, float]]  # by job: seconds, computing, processor
-
-    @classmethod
-    def of(cls, measured):
-        """Return the medians of `measured`, the content of a file."""
-        machines = [measured_hardware(report["checks"], load_hardware("cpu")) for report in measured["doctor"]]
-        rates = ("dense_flops", "memory_bytes_per_s", "link_bytes_per_s")
-        machine = replace(machines[0], **{rate: median(getattr(one, rate) for one in machines) for rate in rates})
-        steps = {
-            name: {part: median(one[part] for one in measured[name]) for part in PARTS}
-            for name in FEW | MANY
-            if name in measured
-        }
-        return cls(machine, steps)
-
-    @cached_property
-    def constants(self):
-        """Constants from the jobs in CALIBRATED."""
-        steps = [
-            MeasuredStep(job_of(name), self.machine, self.steps[name]["seconds"], self.steps[name]["computing"])
-            for name in CALIBRATED
-        ]
-        return calibrate(steps, fitted_constants()).values
-
-    def seconds(self, name):
-        """Return the predicted seconds of a step."""
-        return step_time(job_of(name), self.machine, self.constants).seconds
-
-    def processor_seconds(self, name):
-        """Return the predicted processor time of a step, of all ranks: as if each had a core of its own.
-
-        Ranks of a pipeline together compute what a rank with all layers does, and do not wait.
-        """
-        job, cores = job_of(name), replace(self.machine, cores=0)
-        return job.gpus / job.pp * step_time(replace(job, pp=1, stages=1), cores, self.constants).seconds
-
-    def off(self):
-        """Return by how much the predicted step is longer than the measured one, as a share."""
-        return {name: self.seconds(name) / self.steps[name]["seconds"] - 1 for name in FEW}
-
-    def pairs(self, ranks):
-        """Return measured and predicted ratio of processor times, of layouts that differ by more than DIFFERENT."""
-        names = [name for name in MANY if name.split()[0] == str(ranks)]
-        return [
-            (ratio, self.processor_seconds(one) / self.processor_seconds(other))
-            for one, other in combinations(names, 2)
-            if abs((ratio := self.steps[one]["processor"] / self.steps[other]["processor"]) - 1) > DIFFERENT
-        ]
-
-    def table(self):
-        """Yield the tables of docs/planning.md."""
-        yield "| job | predicted | measured | % |"
-        for name, share in self.off().items():
-            seconds = self.steps[name]["seconds"]
-            yield f"| {name} | {self.seconds(name):.2f} s | {seconds:.2f} s | {100 * share:+.0f} |"
-        for name in MANY:
-            taken, foreseen = self.steps[name]["processor"], self.processor_seconds(name)
-            yield f"| {name} | {foreseen:.2f} s | {taken:.2f} s | {100 * (foreseen / taken - 1):+.0f} |"
+    With more ranks than cores it is the processor time of all ranks, as if each had a core of its own. Ranks of a
+    pipeline together compute what a rank with all layers does, and do not wait.
+    """
+    machines = [measured_hardware(report["checks"], load_hardware("cpu")) for report in measured["doctor"]]
+    rates = ("dense_flops", "memory_bytes_per_s", "link_bytes_per_s")
+    machine = replace(machines[0], **{rate: median(getattr(one, rate) for one in machines) for rate in rates})
+    taken = {name: median(one["seconds" if name in FEW else "processor"] for one in measured[name]) for name in JOBS}
+    steps = [
+        MeasuredStep(job_of(name), machine, taken[name], median(one["computing"] for one in measured[name]))
+        for name in CALIBRATED
+    ]
+    constants = calibrate(steps, fitted_constants()).values
+    foreseen = {}
+    for name in JOBS:
+        job = job_of(name)
+        if name in FEW:
+            foreseen[name] = step_time(job, machine, constants).seconds
+        else:
+            alone = step_time(replace(job, pp=1, stages=1), replace(machine, cores=0), constants)
+            foreseen[name] = job.gpus / job.pp * alone.seconds
+    return {name: (foreseen[name], taken[name]) for name in JOBS}
 
 
 def measure(name):
@@ -157,25 +115,24 @@ def measure(name):
         steps = load_config(JOB, overrides_of(name)).training.steps
         assert f"step {steps}/{steps} |" in done.stdout, done.stdout + done.stderr
         step = measured_step(Path(folder) / "run/metrics.jsonl", job_of(name), load_hardware("cpu"))
-        taken = sum(_processor_seconds(path, steps) for path in Path(folder).glob("rank*"))
-        return {"seconds": step.seconds, "computing": step.computing, "processor": taken}
-
-
-def _processor_seconds(path, steps):
-    """Return the mean processor seconds of a rank's step, without its first steps."""
-    noted = [float(line) for line in path.read_text().split()]
-    begun = noted[:: len(noted) // steps]
-    return (begun[-1] - begun[2]) / (len(begun) - 3)
+        processor = 0
+        for path in Path(folder).glob("rank*"):
+            noted = [float(line) for line in path.read_text().split()]
+            begun = noted[:: len(noted) // steps]
+            processor += (begun[-1] - begun[2]) / (len(begun) - 3)  # without the rank's first steps
+        return {"seconds": step.seconds, "computing": step.computing, "processor": processor}
 
 
 def main(arguments):
-    path, names = Path(arguments[0]), arguments[1:] or ["doctor", *FEW, *MANY]
+    path, names = Path(arguments[0]), arguments[1:] or ["doctor", *JOBS]
     measured = json.loads(path.read_text()) if path.is_file() else {}
     for name in names:
-        measured.setdefault(name, []).append(measure(name) if name in FEW | MANY else _doctor())
+        measured.setdefault(name, []).append(measure(name) if name in JOBS else _doctor())
         path.write_text(json.dumps(measured, indent=1))
-    if not (FEW | MANY).keys() - measured.keys():
-        print(*Measurements.of(measured).table(), sep="\n")
+    if not JOBS.keys() - measured.keys():  # the tables of docs/planning.md
+        print("| job | predicted | measured | % |")
+        for name, (foreseen, taken) in compared(measured).items():
+            print(f"| {name} | {foreseen:.2f} s | {taken:.2f} s | {100 * (foreseen / taken - 1):+.0f} |")
 
 
 def _doctor():

@@ -14,6 +14,13 @@ from megamix.tools.plan.time_work import Recompute, TimedJob, Traffic
 ROWS = Path(__file__).with_name("published_rows.toml")
 # Share of the dense peak, forward and backward, of kernels that the rows' programs ran.
 ATTENTION = {"flash2": (0.38, 0.31), "triton": (0.27, 0.18), "cudnn": (0.60, 0.48)}
+# What a row does not say, and what it says by the name that a job has for it.
+UNSAID = {
+    "tp": 1, "pp": 1, "cp": 1, "stages": 1, "tp_overlap": False, "fused_projections": False, "fp8": False,
+    "cast_bytes": 0.0, "unpublished": False,
+}  # fmt: skip
+SAME = ("micro_batch", "global_batch", "tp", "pp", "cp", "tp_overlap", "stages", "kernels", "fused_projections")
+SENT = ("gather_bytes", "reduce_bytes", "update_bytes", "cast_bytes")
 
 
 @dataclass(frozen=True)
@@ -64,14 +71,14 @@ def settings_of(row):
 def published_rows(stacks="stacks"):
     data = tomllib.loads(ROWS.read_text(encoding="utf-8"))
     return [
-        _row(stack | dict(zip(stack["columns"], values, strict=True)), data["models"], fitted=kind == "fitted_rows")
+        _row(UNSAID | stack | dict(zip(stack["columns"], values, strict=True)), data["models"], kind == "fitted_rows")
         for stack in data[stacks]
         for kind in ("fitted_rows", "kept_rows")
         for values in stack.get(kind, ())
     ]
 
 
-def _row(row, models, *, fitted):
+def _row(row, models, fitted):
     layers, hidden, heads, kv_heads, ffn, gated, vocab, tied = models[row["model"]]["shape"]
     model = ModelConfig(
         num_layers=layers,
@@ -85,36 +92,24 @@ def _row(row, models, *, fitted):
         tie_embeddings=tied,
         seq_len=row["seq"],
     )
-    tp, pp, cp = row.get("tp", 1), row.get("pp", 1), row.get("cp", 1)
-    ranks = row["gpus"] // (tp * pp * cp)
+    ranks = row["gpus"] // (row["tp"] * row["pp"] * row["cp"])
     replicas = ranks // 8 if row["shard"] == "hybrid" else 1
-    count = row["global_batch"] // (row["micro_batch"] * ranks)
     job = TimedJob(
         model=model,
-        micro_batch=row["micro_batch"],
-        global_batch=row["global_batch"],
         dp=ranks // replicas,
         replicas=replicas,
-        tp=tp,
-        pp=pp,
-        cp=cp,
-        tp_overlap=row.get("tp_overlap", False),
-        schedule="1f1b" if row.get("stages", 1) == 1 else "interleaved_1f1b",
-        stages=row.get("stages", 1),
-        kernels=row["kernels"],
-        fused_projections=row.get("fused_projections", False),
-        fp8=float(row.get("fp8", False)),
-        fp8_weights=row.get("fp8", False),
+        schedule="1f1b" if row["stages"] == 1 else "interleaved_1f1b",
+        fp8=float(row["fp8"]),
+        fp8_weights=row["fp8"],
         recompute=_recompute(row["recompute"]),
-        traffic=_traffic(row, count, layers // pp + 1),
+        traffic=_traffic(row, row["global_batch"] // (row["micro_batch"] * ranks), layers // row["pp"] + 1),
+        **{name: row[name] for name in SAME},
     )
     kernel = row.get("attention", "triton" if row["name"] == "mosaic" else "flash2")
     forward, backward = ATTENTION[kernel]
-    hardware = replace(load_hardware(row["hardware"]), attention_forward=forward, attention_backward=backward)
+    of_node = {name: row[name] for name in ("node_size", "node_bytes_per_s") if name in row}
     hardware = replace(
-        hardware,
-        node_size=row.get("node_size", hardware.node_size),
-        node_bytes_per_s=row.get("node_bytes_per_s", hardware.node_bytes_per_s),
+        load_hardware(row["hardware"]), attention_forward=forward, attention_backward=backward, **of_node
     )
     tokens_per_s = row["tflops"] * 1e12 / flops_per_token(job.model) if "tflops" in row else row["tokens_per_s"]
     return PublishedRow(
@@ -122,22 +117,24 @@ def _row(row, models, *, fitted):
         model=row["model"],
         job=job,
         hardware=hardware,
-        note=_note(row, tp, pp, cp),
+        note=_note(row),
         seconds=job.step_tokens / tokens_per_s / row["gpus"],
         fitted=fitted,
-        unpublished=row.get("unpublished", False),
+        unpublished=row["unpublished"],
     )
 
 
-def _note(row, tp, pp, cp):
+def _note(row):
     recompute = {"none": "", "full": "recompute", "selective_op": "recompute half"}
-    parts = [row["shard"], recompute.get(row["recompute"], "recompute 0.87")]
-    parts += ["eager" if row["kernels"] == "eager" else "", "FP8" if row.get("fp8") else ""]
-    parts += [
-        f"tp {tp}{' overlapped' if row.get('tp_overlap') else ''}" if tp > 1 else "",
-        f"pp {pp}" if pp > 1 else "",
-        f"stages {row['stages']}" if row.get("stages", 1) > 1 and not row.get("unpublished") else "",
-        f"cp {cp}" if cp > 1 else "",
+    parts = [
+        row["shard"],
+        recompute.get(row["recompute"], "recompute 0.87"),
+        "eager" if row["kernels"] == "eager" else "",
+        "FP8" if row["fp8"] else "",
+        f"tp {row['tp']}{' overlapped' if row['tp_overlap'] else ''}" if row["tp"] > 1 else "",
+        f"pp {row['pp']}" if row["pp"] > 1 else "",
+        f"stages {row['stages']}" if row["stages"] > 1 and not row["unpublished"] else "",
+        f"cp {row['cp']}" if row["cp"] > 1 else "",
     ]
     return ", ".join(filter(None, parts))
 
@@ -145,24 +142,18 @@ def _note(row, tp, pp, cp):
 def _recompute(name):
     if name == "selective_op":  # every second product is kept, and attention's result
         return Recompute(products=0.5, between=1.0)
-    share = {"none": 0.0, "full": 1.0}.get(name)
-    if share is None:
-        share = float(name.removeprefix("blocks_"))
+    share = float({"none": 0, "full": 1}.get(name, name.removeprefix("blocks_")))
     return Recompute(products=share, attention=share, between=share)
 
 
 def _traffic(row, count, pieces):
     """Return what FSDP and Megatron-Core send: FSDP gathers and reduces in every micro-batch."""
-    gathers, reductions = {"full": (2 * count, count), "grad": (count, count)}.get(row["shard"], (1, 1))
-    if row["shard"] == "hybrid":
-        gathers, reductions = 2 * count, count
+    sharded = {"full": (2 * count, count), "hybrid": (2 * count, count), "grad": (count, count)}
+    gathers, reductions = sharded.get(row["shard"], (1, 1))
     return Traffic(
         gathers=gathers,
         reductions=reductions,
         pieces=pieces,
         hidden_by=count if gathers > 1 else 1,
-        gather_bytes=row["gather_bytes"],
-        reduce_bytes=row["reduce_bytes"],
-        update_bytes=row["update_bytes"],
-        cast_bytes=row.get("cast_bytes", 0.0),
+        **{name: row[name] for name in SENT},
     )

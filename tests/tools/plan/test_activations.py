@@ -44,12 +44,22 @@ def _counted(part, shape=BATCH):
         return kept, forward, tracker.peak_bytes - held
 
 
+def _traced(model, dtype=torch.bfloat16, **work):
+    """Trace a stage of all layers."""
+    work = {"batch": BATCH, "machine": "cpu"} | work
+    return trace_stage(TracedWork(model=model, dtype=dtype, **work), range(model.num_layers))
+
+
+def _model(variant, **sizes):
+    return ModelConfig(**{**SMALL, **VARIANTS[variant], "num_layers": 4, **sizes})
+
+
 @pytest.mark.uncounted
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_traced_is_counted(variant, dtype):
-    model = ModelConfig(**{**SMALL, **VARIANTS[variant], "num_layers": 4})
-    traced = trace_stage(TracedWork(model=model, batch=BATCH, dtype=dtype, machine="cpu"), range(4))
+    model = _model(variant)
+    traced = _traced(model, dtype)
     assert (traced.kept, traced.forward, traced.backward) == _counted(Transformer(model).to(dtype))
 
 
@@ -57,28 +67,25 @@ FP8 = {
     "rowwise": FP8Config(recipe="rowwise", but=("blocks.0.*",)),
     "tensorwise": FP8Config(recipe="tensorwise", weight_grad="fp8", but=("blocks.2.*", "*.down")),
 }
+IN_FP8 = {"hidden_size": 32, "seq_len": 16, "ffn_hidden_size": 96}
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective"])
 @pytest.mark.parametrize("recipe", FP8)
 def test_traced_is_counted_in_fp8(recipe, recompute):
-    sizes = {"num_layers": 4, "hidden_size": 32, "seq_len": 16, "ffn_hidden_size": 96, "recompute": recompute}
-    model = ModelConfig(**{**SMALL, **VARIANTS["llama"], **sizes})
-    work = TracedWork(model=model, batch=(3, 16), dtype=torch.bfloat16, machine="cpu", fp8=FP8[recipe])
-    traced, part = trace_stage(work, range(4)), Transformer(model).to(torch.bfloat16)
+    model = _model("llama", **IN_FP8, recompute=recompute)
+    traced, part = _traced(model, batch=(3, 16), fp8=FP8[recipe]), Transformer(model).to(torch.bfloat16)
     use_fp8(part, FP8[recipe])
     assert (traced.kept, traced.forward, traced.backward) == _counted(part, (3, 16))
 
 
 def test_on_a_gpu_codes_take_the_place_of_inputs():
     """Of query, key and value, of gate and up, and of down, a byte for two; attention keeps that of out in half."""
-    sizes = {"num_layers": 4, "hidden_size": 32, "seq_len": 16, "ffn_hidden_size": 96, "compile": True}
-    model = ModelConfig(**{**SMALL, **VARIANTS["llama"], **sizes})
     half, codes = (
-        trace_stage(TracedWork(model=model, batch=(3, 16), dtype=torch.bfloat16, machine="gpu", fp8=fp8), range(4))
+        _traced(_model("llama", **IN_FP8, compile=True), batch=(3, 16), machine="gpu", fp8=fp8).blocks
         for fp8 in (FP8Config(), FP8Config(recipe="tensorwise", weight_grad="fp8"))
     )
-    assert half.blocks - codes.blocks == 4 * (3 * 16 * (32 + 32 + 96 - 32) - 4 * torch.float32.itemsize)
+    assert half - codes == 4 * (3 * 16 * (32 + 32 + 96 - 32) - 4 * torch.float32.itemsize)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -88,16 +95,11 @@ def test_of_many_slices_of_the_loss_three_are_run_and_count_for_all(monkeypatch,
         monkeypatch.setattr(tuned, name, size)
     model = ModelConfig(**SMALL | {"vocab_size": 299, "num_layers": 2})
     counted = _counted(Transformer(model).to(dtype))
-    chunks, add_product = [], cross_entropy._add_product
-
-    def spy(*args):
-        chunks.append(args[1].shape)
-        add_product(*args)
-
-    monkeypatch.setattr(cross_entropy, "_add_product", spy)
-    traced = trace_stage(TracedWork(model=model, batch=BATCH, dtype=dtype, machine="cpu"), range(2))
+    calls, add_product = [], cross_entropy._add_product
+    monkeypatch.setattr(cross_entropy, "_add_product", lambda *args: calls.append(1) or add_product(*args))
+    traced = _traced(model, dtype)
     assert (traced.kept, traced.forward, traced.backward) == counted
-    assert len(chunks) == 2 * 3  # traced with one block and with two
+    assert len(calls) == 2 * 3  # traced with one block and with two
 
 
 def test_on_a_gpu_attention_and_norm_add_their_output_and_one_number_a_row():
@@ -117,6 +119,5 @@ def test_on_a_gpu_attention_and_norm_add_their_output_and_one_number_a_row():
 def test_on_a_gpu_a_compiled_block_keeps_what_the_formula_says(family, recompute):
     """Two counts must agree: tests/model/kept_bytes.py counts from the sizes, this one from the code."""
     changes = {"dropout": 0.0, "recompute": recompute, "tie_embeddings": True, "compile": True}
-    model = ModelConfig(**{**SMALL, **VARIANTS[family], **changes, "num_layers": 4})
-    traced = trace_stage(TracedWork(model=model, batch=BATCH, dtype=torch.bfloat16, machine="gpu"), range(4))
-    assert traced.blocks == 4 * 3 * 40 * kept_bytes_per_token(model)
+    model = _model(family, **changes)
+    assert _traced(model, machine="gpu").blocks == 4 * 3 * 40 * kept_bytes_per_token(model)

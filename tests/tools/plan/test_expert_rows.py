@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
-from megamix.config import config_from_dict
 from megamix.model.experts import Router
 from megamix.run.least_memory import amount
 from megamix.tools.plan.activations import TracedWork, trace_stage
@@ -21,46 +20,36 @@ from megamix.tools.plan.memory_plan import plan_memory
 from megamix.tools.plan.report import report_lines
 from megamix.tools.verify.core.layout import parse_layout
 from tests.conftest import FULL
-from tests.tools.plan.test_memory_plan import BASE, SCALARS, _measured
+from tests.tools.plan.test_memory_plan import SCALARS, _measured
+from tests.tools.plan.test_memory_plan import _config as _dense
 
 NUM_EXPERTS, TOP_K = 8, 2
-MODEL = {
-    "vocab_size": 64, "seq_len": 64, "num_layers": 2,
-    "experts": {"num_experts": NUM_EXPERTS, "top_k": TOP_K, "ffn_hidden_size": 192},
-}  # fmt: skip
-JOB = {"model": MODEL, "training": {"micro_batch_size": 8}}
+EXPERTS = {"num_experts": NUM_EXPERTS, "top_k": TOP_K, "ffn_hidden_size": 192}
 CROWDED = (0.0, 0.5, 1.0)  # shares of the tokens that choose the first experts; the others choose all in turn
-FULL_RECOMPUTE = {"model": {"recompute": "full"}}
-BF16 = {"precision": {"dtype": "bf16"}}
-GATHER = {"parallelism": {"ep_size": 2, "ep_method": "gather"}}
+AGAIN, BF16 = {"recompute": "full"}, {"dtype": "bf16"}
+GATHER = {"ep_size": 2, "ep_method": "gather"}
 CASES = {
     "exchange, positions divided": ("cp2ep2", BF16),
-    "exchange, recompute": ("dp2ep2", FULL_RECOMPUTE),
+    "exchange, recompute": ("dp2ep2", AGAIN),
     "gather": ("dp2ep2", GATHER | BF16),
 }
 MORE = {
-    "exchange in fp32": ("dp2ep2", {"model": {"recompute": "selective"}, "precision": {"dtype": "fp32"}}),
+    "exchange in fp32": ("dp2ep2", {"recompute": "selective", "dtype": "fp32"}),
     "exchange, two stages": ("dp2ep2pp2", BF16),
-    "gather, recompute": ("dp2ep2", GATHER | BF16 | FULL_RECOMPUTE),
+    "gather, recompute": ("dp2ep2", GATHER | BF16 | AGAIN),
     "not divided": ("dp2", {}),
 }
 
 
-def _config(layout, **sections):
-    job = config_from_dict(BASE, JOB, sections)
-    return parse_layout(layout).apply(job, 2 if "pp" in layout else 1)
+def _config(layout, **settings):
+    sizes = {"vocab_size": 64, "seq_len": 64, "num_layers": 2, "experts": EXPERTS, "micro_batch_size": 8}
+    return parse_layout(layout).apply(_dense(**sizes | settings), 2 if "pp" in layout else 1)
 
 
-def _peak(config, share):
-    """Return the most bytes that live at once on this rank, with this share of the tokens crowded."""
-
-    def choose(router, ranking):
-        tokens = torch.arange(ranking[..., 0].numel()).view(*ranking.shape[:-1], 1)
-        first = (TOP_K * tokens).masked_fill(tokens < share * tokens.numel(), 0)
-        return (first + torch.arange(TOP_K)) % NUM_EXPERTS
-
-    with mock.patch.object(Router, "choose", choose):
-        return max(_measured(config)[2].values())
+def _traced(config, blocks, dtype=torch.bfloat16):
+    """Return what a GPU keeps of these blocks: with even routing, and with all tokens at the experts of one rank."""
+    work = TracedWork(model=config.model, batch=(8, 64), dtype=dtype, machine="gpu", division=config.parallelism)
+    return [trace_stage(replace(work, crowded=crowded), range(blocks)) for crowded in (False, True)]
 
 
 _all_to_all = dist.all_to_all_single
@@ -75,16 +64,25 @@ def _with_copies(arrived, sent, *sizes, group, async_op=False):
 
 
 def _peaks(config):
-    with mock.patch.object(dist, "all_to_all_single", _with_copies):
-        return [_peak(config, share) for share in CROWDED]
+    """Return the most bytes that live at once on this rank, for each share of CROWDED."""
+    peaks = []
+    for share in CROWDED:
+
+        def choose(router, ranking, share=share):
+            tokens = torch.arange(ranking[..., 0].numel()).view(*ranking.shape[:-1], 1)
+            first = (TOP_K * tokens).masked_fill(tokens < share * tokens.numel(), 0)
+            return (first + torch.arange(TOP_K)) % NUM_EXPERTS
+
+        with mock.patch.object(Router, "choose", choose), mock.patch.object(dist, "all_to_all_single", _with_copies):
+            peaks.append(max(_measured(config)[2].values()))
+    return peaks
 
 
 @pytest.mark.uncounted
 @pytest.mark.parametrize("name", CASES | MORE if FULL else CASES)
 def test_ranks_stay_within_the_plan_however_tokens_choose(run_ranks, name):
-    layout_name, sections = (CASES | MORE)[name]
-    layout = parse_layout(layout_name)
-    config = _config(layout_name, **sections)
+    layout_name, settings = (CASES | MORE)[name]
+    layout, config = parse_layout(layout_name), _config(layout_name, **settings)
     even, half, worst = map(max, zip(*run_ranks(_peaks, layout.world_size, config), strict=True))
     plan = plan_memory(config, layout.size("dp"), "cpu")
     rows = expert_rows(config, plan, None)
@@ -102,22 +100,16 @@ def test_each_further_row_keeps_in_each_layer_what_a_count_by_hand_says(recomput
     """A block keeps a row's input, the outputs of gate and up, that of their product, weighted and not, in BF16, and
     the weight. The row's place is kept for the way back, and for a repetition of the whole block.
     """
-    config = _config("dp4ep4", **BF16).with_keys(model={"recompute": recompute})
-    work = TracedWork(
-        model=config.model, batch=(8, 64), dtype=torch.bfloat16, machine="gpu", division=config.parallelism
-    )
-    even, worst = (trace_stage(replace(work, crowded=crowded), range(2)).blocks for crowded in (False, True))
+    even, worst = _traced(_config("dp4ep4", recompute=recompute), 2)
     row = 8 + (0 if recompute == "full" else 2 * (128 + widened * 192) + 4)
-    assert worst - even == 2 * row * (8 - 2) * 8 * 64
+    assert worst.blocks - even.blocks == 2 * row * (8 - 2) * 8 * 64
 
 
 def test_the_worst_case_on_a_gpu_has_groups_padded_to_twice_their_rows():
     """Padding is alive while a product is computed: at most its input and its output, in halves. BF16 has none."""
-    config = _config("dp2")
     rows, sizes = TOP_K * 8 * 64, (128, 192)
     for dtype, padding in ((torch.float16, 2 * rows * sum(sizes)), (torch.bfloat16, 0)):
-        work = TracedWork(model=config.model, batch=(8, 64), dtype=dtype, machine="gpu", division=config.parallelism)
-        even, worst = (trace_stage(replace(work, crowded=crowded), range(1)) for crowded in (False, True))
+        even, worst = _traced(_config("dp2"), 1, dtype)
         assert worst.blocks == even.blocks
         assert padding // 4 <= worst.forward - even.forward <= padding
 
@@ -141,9 +133,9 @@ def test_the_report_says_what_uneven_routing_takes():
     assert json.loads(text)["experts"] == asdict(rows) | {"factor": 1.0}
 
 
-@pytest.mark.parametrize(("layout", "method"), [("dp2", "exchange"), ("dp2ep2", "gather")])
-def test_rows_that_no_routing_changes_are_said_once(layout, method):
-    config = _config(layout, **BF16).with_keys(parallelism={"ep_method": method})
+@pytest.mark.parametrize(("layout", "settings"), [("dp2", BF16), ("dp2ep2", GATHER | BF16)])
+def test_rows_that_no_routing_changes_are_said_once(layout, settings):
+    config = _config(layout, **settings)
     rows = expert_rows(config, plan := plan_memory(config, 2, "gpu"), None)
     assert (rows.even, rows.worst_peak) == (rows.worst, plan.peak)
     lines = [*report_lines(config, 2, "gpu", plan.peak, as_json=False)]
@@ -152,14 +144,12 @@ def test_rows_that_no_routing_changes_are_said_once(layout, method):
 
 
 def test_rows_are_planned_that_do_not_divide_by_the_ranks():
-    config = _config("dp4ep4").with_keys(model={"seq_len": 9}, training={"micro_batch_size": 1})
+    config = _config("dp4ep4", seq_len=9, micro_batch_size=1)
     rows = expert_rows(config, plan_memory(config, 4, "gpu"), None)
     assert (rows.even, rows.worst) == (2 * 9, 2 * 4 * 9)
 
 
 def test_more_ranks_for_the_experts_are_proposed_with_the_peak_that_they_lead_to():
-    config = _config("dp4-parameters", **BF16, **FULL_RECOMPUTE).with_keys(
-        model={"seq_len": 63}, training={"micro_batch_size": 1}
-    )  # no other ways
+    config = _config("dp4-parameters", **BF16, **AGAIN, seq_len=63, micro_batch_size=1)  # no other ways
     plan, smaller = plan_memory(config, 4, "gpu"), plan_memory(config.with_keys(parallelism={"ep_size": 4}), 4, "gpu")
     assert Advice("parallelism.ep_size = 4", smaller.peak) in advise(config, plan, smaller.peak)
