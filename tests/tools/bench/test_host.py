@@ -2,7 +2,10 @@
 in one thing, tested on made-up figures.
 """
 
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 
@@ -54,16 +57,15 @@ def test_the_bench_runs_from_end_to_end_and_all_sides_train_the_same(monkeypatch
 
 
 def test_cases_differ_in_one_thing_each():
-    tensors, units = {}, {}
+    sizes = {}
     for sitting in sittings(Work(), 48, 32):
         for case, work in sitting.cases.items():
             model = make_model(replace(work, device="meta"))
-            tensors[case] = len([*model.parameters()])
-            units[case] = len(model.blocks)
-    assert tensors[ALONE] == tensors[JOINED] == tensors[CUT] == 580
-    assert (tensors[SHALLOW], tensors[HALF], tensors[TWO]) == (148, 292, 292)
-    assert units[ALONE] == units[CUT] == 48
-    assert units[JOINED] == units[SHALLOW] == 12
+            sizes[case] = len([*model.parameters()]), len(model.blocks)
+    assert sizes[ALONE] == sizes[CUT] == (580, 48)
+    assert sizes[JOINED] == (580, 12)
+    assert sizes[SHALLOW] == (148, 12)
+    assert [sizes[case][0] for case in (HALF, TWO)] == [292, 292]
 
 
 def test_a_side_joins_no_units_and_its_engine_alone():
@@ -87,52 +89,37 @@ def test_a_cost_is_what_two_cases_differ_in():
         CUT: _made_up(8, 100, parameters=[25.0, 39.0], ddp=[15.0, 28.0]),
         TWO: _made_up(4, 52, parameters=[16.0, 28.0], ddp=[14.0, 28.0]),
     }
-    costs = a_further(measured, "parameters")
-    assert costs == {
+    assert a_further(measured, "parameters") == {
         "tensor": pytest.approx([3.6 / 72, 1.2 / 72]),
         "unit": [1.0, 2.0],
         "micro-batch": [1.0, 1.0],
         "rank": [3.0, 5.0],
     }
-    assert set(a_further(measured, UNJOINED)) == set()
+    assert not a_further(measured, UNJOINED)
     measured[ALONE].cpu_ms |= {"states": [11.0, 24.0], "gradients": [12.0, 28.0], UNJOINED: [4.5, 9.0]}
     measured[JOINED].cpu_ms[UNJOINED] = [1.5, 6.0]
-    goals = [(goal.value, goal.met) for goal in host_bench._goals(measured)]
-    assert goals == [
-        (pytest.approx(0.35), True),  # 1 and 4 over 5 and 8
-        (pytest.approx(0.7), False),
-        (pytest.approx(2.2), False),
-        (pytest.approx(1.25), False),
-        (pytest.approx(0.5), False),
-    ]
+    goals = host_bench._goals(measured)
+    # The first is 1 and 4 over 5 and 8.
+    assert [goal.value for goal in goals] == pytest.approx([0.35, 0.7, 2.2, 1.25, 0.5])
+    assert [goal.met for goal in goals] == [True, False, False, False, False]
 
 
 def test_a_turn_is_taken_by_each_side_in_rotated_order(monkeypatch):
     called = []
 
-    class Pool:
-        def __init__(self, name):
-            self.name = name
+    def call(name, function, case, *steps):
+        if steps:
+            return [First([1.0], 2)]
+        called.append(f"{case} {name}")
+        return [1.0, 3.0]
 
-        def __enter__(self):
-            return self
+    def start_ranks(name, *_, **__):
+        return nullcontext(SimpleNamespace(call=partial(call, name)))
 
-        def __exit__(self, *_):
-            pass
-
-        def call(self, function, case, *args):
-            if args:
-                return [First([1.0], 2), First([1.0], 2)]
-            called.append((case, self.name))
-            return [1.0, 3.0]
-
-    monkeypatch.setattr(host_bench, "start_ranks", lambda name, *_, **__: Pool(name))
+    monkeypatch.setattr(host_bench, "start_ranks", start_ranks)
     work = replace(WORK, model=small_model(8, 2))
     sitting = Sitting(2, {"a": object, "b": object}, {"one": work, "two": work})
     measured = host_bench.measure(sitting, replace(TINY, rounds=2), 1)
-    assert called == [
-        ("one", "a"), ("one", "b"), ("two", "a"), ("two", "b"),
-        ("one", "b"), ("one", "a"), ("two", "b"), ("two", "a"),
-    ]  # fmt: skip
+    assert called == ["one a", "one b", "two a", "two b", "one b", "one a", "two b", "two a"]
     assert measured["one"].cpu_ms == {"a": [2.0, 2.0], "b": [2.0, 2.0]}
     assert measured["two"].first["b"].graphs == 2

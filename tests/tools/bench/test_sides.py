@@ -1,4 +1,4 @@
-"""Every side of a comparison trains, and all train the same thing."""
+"""Every side of a comparison trains, on every layout, and all train the same thing."""
 
 import os
 from dataclasses import replace
@@ -13,11 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megamix.machine import CPU_HALVES
 from megamix.mixed_precision.muon import Muon
-from megamix.tools.bench import train_bench
 from megamix.tools.bench.ranks import Side, TrainRank
 from megamix.tools.bench.sides import Ddp, ForwardBackward, Fsdp, Ours, Zero, how_multiplied, plain
+from megamix.tools.bench.train_bench import LAYOUTS
 from tests.distributed.late_gather import late_gathers
-from tests.tools.bench.tiny import WORK
+from tests.tools.bench.tiny import MODEL, WORK
 
 SIDES = {
     "ours": Ours,
@@ -32,30 +32,42 @@ HALF = {name: SIDES[name] for name in ("ours", "parameters", "ddp", "zero", "fsd
 FP16 = {name: SIDES[name] for name in ("ours", "ddp", "fsdp2")}
 
 
-def _losses(builds, steps, dtype=None):
-    """Return the mean over the ranks, which is the number that all of them minimise."""
+def _losses(builds, work, steps, dtype=None):
+    """Return the mean over the ranks that know it, the number that all of them minimise: others of a pipeline say 0."""
     traces = {}
     for name, build in builds.items():
-        rank = TrainRank(Side(name, build), replace(WORK, dtype=dtype))
+        rank = TrainRank(Side(name, build), replace(work, dtype=dtype))
         losses = torch.tensor(rank.losses(steps), dtype=torch.float64)
+        known = (losses != 0).double()
         dist.all_reduce(losses)
-        traces[name] = (losses / dist.get_world_size()).tolist()
+        dist.all_reduce(known)
+        traces[name] = (losses / known).tolist()
     return traces
 
 
-def test_all_sides_agree_on_the_losses_in_fp32(run_ranks):
-    traces, other = run_ranks(_losses, 2, SIDES, 4, torch.float32)
+UNTIED = replace(WORK, model=MODEL.model_copy(update={"tie_embeddings": False}), shared=True)
+LAYOUT_WORK = {"tp2": UNTIED, "pp2": replace(UNTIED, micro_batches=4), "cp2": UNTIED}
+
+
+def _builds(layout):
+    bench = LAYOUTS[layout]
+    return {side.name: side.build for side in (bench.ours, *bench.peers, *bench.others)}
+
+
+@pytest.mark.parametrize("layout", ["dp2", *LAYOUTS])
+def test_all_sides_agree_on_the_losses_in_fp32_and_nearly_in_half_precision(run_ranks, layout):
+    whole = layout == "dp2"
+    builds, work = (SIDES, WORK) if whole else (_builds(layout), LAYOUT_WORK[layout])
+    traces, other = run_ranks(_losses, 2, builds, work, 4, torch.float32)
     assert traces == other
+    ours = traces["ours"]
     for name, losses in traces.items():
-        assert losses == pytest.approx(traces["ours"], abs=1e-5), name
-    assert abs(traces["ours"][3] - traces["ours"][0]) > 1e-3  # otherwise a side that never updates would agree as well
-
-
-def test_all_sides_train_in_half_precision_to_nearly_the_same_losses(run_ranks):
-    truth = run_ranks(_losses, 2, {"ours": Ours}, 3, torch.float32)[0]["ours"]
-    for builds, dtype in ((HALF, torch.bfloat16), (FP16, torch.float16)):
-        for name, losses in run_ranks(_losses, 2, builds, 3, dtype)[0].items():
-            assert losses == pytest.approx(truth, abs=2e-2), (name, dtype)
+        assert losses == pytest.approx(ours, abs=1e-5), name
+    assert abs(ours[3] - ours[0]) > 1e-3  # otherwise a side that never updates would agree as well
+    halves = [(HALF, torch.bfloat16), (FP16, torch.float16)] if whole else [(builds, torch.bfloat16)]
+    for of_half, dtype in halves:
+        for name, losses in run_ranks(_losses, 2, of_half, work, 3, dtype)[0].items():
+            assert losses == pytest.approx(ours[:3], abs=2e-2), (name, dtype)
 
 
 def _turns():
@@ -93,12 +105,12 @@ def test_a_side_takes_no_traffic_into_the_next_sides_turn(run_ranks):
     assert run_ranks(_under_way, 2) == [(1, 0), (1, 0)]
 
 
-def _peaks():
-    rank = {name: TrainRank(Side(name, build), replace(WORK, compile_update=True)) for name, build in PEAKS.items()}
-    return {name: rank[name].peak_live_bytes(2) for name in rank}
-
-
 PEAKS = {"ours": Ours, "ddp": Ddp, "zero": Zero, "fsdp2": Fsdp, "alone": ForwardBackward}
+
+
+def _peaks():
+    ranks = {name: TrainRank(Side(name, build), replace(WORK, compile_update=True)) for name, build in PEAKS.items()}
+    return {name: rank.peak_live_bytes(2) for name, rank in ranks.items()}
 
 
 def test_peak_live_bytes_are_counted_on_every_side(run_ranks):
@@ -107,9 +119,8 @@ def test_peak_live_bytes_are_counted_on_every_side(run_ranks):
         assert peaks["alone"] > 4 * params  # half weights and gradients
         assert peaks["ddp"] > 16 * params  # FP32 weights, gradients and two states
         assert peaks["ddp"] > peaks["zero"] > 12 * params
-        assert (
-            peaks["fsdp2"] > 8 * params
-        )  # no closer bound holds: the first use in a process makes some 400 kB of its own
+        # No closer bound holds: the first use in a process makes some 400 kB of its own.
+        assert peaks["fsdp2"] > 8 * params
         assert peaks["ours"] > 10 * params
 
 
@@ -142,19 +153,16 @@ def test_plain_torch_multiplies_in_half_alone_where_blocks_are_compiled(monkeypa
     with _Products() as products:
         losses = TrainRank(Side("plain", plain), work).losses(2)
     assert products.dtypes == {torch.bfloat16}
-    assert losses == pytest.approx(
-        TrainRank(Side("ours", Ours), replace(WORK, dtype=torch.float32)).losses(2), abs=2e-2
-    )
+    ours = TrainRank(Side("ours", Ours), replace(WORK, dtype=torch.float32)).losses(2)
+    assert losses == pytest.approx(ours, abs=2e-2)
 
 
 def test_without_bf16_arithmetic_no_side_multiplies_in_bf16(run_ranks, monkeypatch):
     monkeypatch.setenv(CPU_HALVES, "wide")
     sides = HALF | {"forward and backward": ForwardBackward, "muon": partial(Ours, optimizer=Muon)}
-    for layout, bench in train_bench.LAYOUTS.items():
-        work = replace(bench.work, model=WORK.model.model_copy(update={"tie_embeddings": False}))
-        divided = {f"{layout} {side.name}": side.build for side in (bench.ours, *bench.peers, *bench.others)}
-        for of_rank in run_ranks(_products, 2, divided, work):
-            assert of_rank == {key: {torch.float32} for key in divided}
-    assert run_ranks(_products, 2, sides, WORK)[0] == {key: {torch.float32} for key in sides}
+    cases = [(sides, WORK)]
+    cases += [(_builds(layout), replace(bench.work, model=UNTIED.model)) for layout, bench in LAYOUTS.items()]
+    for builds, work in cases:
+        assert run_ranks(_products, 2, builds, work) == [{key: {torch.float32} for key in builds}] * 2
     assert "every side computes wide" in how_multiplied("cpu")[0]
     assert how_multiplied("cuda") == []
