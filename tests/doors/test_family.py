@@ -1,4 +1,6 @@
-"""A plugin's family with two kinds of blocks is trained on dp2, tp2 and pp2, resumed, exported, planned, verified."""
+"""A plugin's family with two kinds of blocks is trained on dp2, tp2 and pp2, resumed, exported, planned, verified. Of a
+plugin's mixture of experts ranks divide the experts, a run goes on, and `verify` judges its routing.
+"""
 
 import importlib
 import json
@@ -20,23 +22,21 @@ from megamix.plugins import FAMILIES
 from megamix.run.run_folder import job_problems
 from megamix.tools.plan.activations import TracedWork, trace_stage
 from megamix.train.job import run_job
-from tests.builders import SEQ_LEN, run_on_ranks, tiny_job, write_data
+from tests.builders import EXPERTS, SEQ_LEN, run_on_ranks, tiny_job, write_data
 from tests.tools.plan.test_activations import BATCH, _counted
 
-PLUGIN = "tests.doors.family_plugin"
+PLUGIN, MIXTURE = "tests.doors.family_plugin", "tests.doors.experts_plugin"
 MODEL = {"family": "toy", "vocab_size": 280, "seq_len": SEQ_LEN, "hidden_size": 16, "num_layers": 5, "init_std": 0.1}
 
 
-def _job(folder, run, **parallelism):
-    steps = parallelism.pop("steps", 6)
+def _job(folder, run, steps=6, **parallelism):
     return tiny_job(
         folder,
         plugins=[PLUGIN],
         model=MODEL,
         tokenizer=str(folder / "data/tokenizer.json"),
         dtype="fp32",
-        steps=steps,
-        eval_interval=3,
+        training={"steps": steps, "eval_interval": 3},
         parallelism=parallelism,
         decay_style="constant",  # of whatever number of steps
         checkpoint={"folder": str(folder / run), "save_interval": 3},
@@ -50,9 +50,11 @@ def _weights(folder, run):
 
 @pytest.fixture(scope="module", autouse=True)
 def toy():
-    """The plugin, imported for these tests alone."""
-    yield importlib.import_module(PLUGIN)
-    del FAMILIES.registered["toy"], FAMILIES.sections["toy"], sys.modules[PLUGIN]
+    """The plugins, imported for these tests alone."""
+    toy, _ = importlib.import_module(PLUGIN), importlib.import_module(MIXTURE)
+    yield toy
+    for family, plugin in (("toy", PLUGIN), ("root", MIXTURE)):
+        del FAMILIES.registered[family], FAMILIES.sections[family], sys.modules[plugin]
 
 
 @pytest.fixture(scope="module")
@@ -97,74 +99,54 @@ def test_it_goes_out_and_comes_back(folder, capsys):
     assert len({*texts}) * 3 == len(texts)
 
 
-class _Counting(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("tally", torch.zeros(3))
-
-    def _apply(self, fn, recurse=True):
-        return super()._apply(fn, recurse)
-
-
-def test_a_size_that_ranks_cannot_divide_is_found_before_a_job(folder):
+def test_sizes_that_ranks_cannot_divide_are_found_before_a_job(folder):
     problems = job_problems(_job(folder, "divided", tp_size=5), 5)
     assert any(line.startswith("parallelism.tp_size: got 5, must divide 24, of ") for line in problems), problems
     assert not any("tp_size" in line for line in job_problems(_job(folder, "divided", tp_size=2), 2))
-
-
-def test_its_sequences_divide_though_it_has_no_key_of_our_attention(folder):
     with pytest.raises(ConfigError, match="cp_size: got 3, needs a model.seq_len that is a multiple of 6, not 32"):
         _job(folder, "uneven", cp_size=3)
-
-
-def test_a_family_without_attention_of_ours_refuses_context_parallelism_before_a_job(folder):
     (problem,) = job_problems(_job(folder, "divided", cp_size=2), 2)
     assert problem.startswith("parallelism.cp_size: got 2, but the family 'toy' does not attend by ops.attention alone")
 
 
-@pytest.mark.parametrize(
-    ("divides", "told"),
-    [
-        ({"gate": None, "up": None, "down": None}, r"blocks.0.gated (Gated) is a Branch without a row-divided layer"),
-        ({"down": None}, r"blocks.0.gated (Gated) is a Branch without a row-divided layer"),
-    ],
-)
-def test_a_branch_that_ranks_would_compute_wrong_is_refused_by_name(folder, toy, monkeypatch, divides, told):
+@pytest.mark.parametrize("not_divided", [("gate", "up", "down"), ("down",)])
+def test_a_branch_that_ranks_would_compute_wrong_is_refused_by_name(folder, toy, monkeypatch, not_divided):
     right = toy.Gated.__init__
 
     def wrong(self, *given):
         right(self, *given)
-        for name in divides:
+        for name in not_divided:
             layer = getattr(self, name)
             layer.divides, layer.rules = None, {key: ParamRule("ones") for key in layer.rules}
         self.rules = {"gain": ParamRule("ones")}
 
     monkeypatch.setattr(toy.Gated, "__init__", wrong)
     problems = job_problems(_job(folder, "divided", tp_size=2), 2)
-    assert any(line.startswith(f"parallelism.tp_size: got 2, but {told}") for line in problems), problems
+    told = "parallelism.tp_size: got 2, but blocks.0.gated (Gated) is a Branch without a row-divided layer"
+    assert any(line.startswith(told) for line in problems), problems
     assert not any("Branch" in line for line in job_problems(_job(folder, "divided"), 2))
 
 
 def test_a_divided_layer_outside_of_a_branch_is_refused_by_name(folder, toy, monkeypatch):
-    plain = type("Gated", (nn.Module,), {key: toy.Gated.__dict__[key] for key in ("__init__", "forward")})
-    monkeypatch.setattr(plain, "__init__", lambda self, *given: _as_no_branch(self, *given))
-    monkeypatch.setattr(toy, "Gated", plain)
+    class Gated(nn.Module):
+        def __init__(self, config, ops):
+            super().__init__()
+            self.gate = Linear(config.hidden_size, config.gate_size, True, ops, std=0.1, divides="columns")
+
+    monkeypatch.setattr(toy, "Gated", Gated)
     problems = job_problems(_job(folder, "divided", tp_size=2), 2)
     told = 'parallelism.tp_size: got 2, but blocks.0.gated.gate has divides="columns" and is in no Branch'
     assert any(line.startswith(told) for line in problems), problems
 
 
-def _as_no_branch(module, config, ops):
-    nn.Module.__init__(module)
-    module.ops, size, inner = ops, config.hidden_size, config.gate_size
-    module.gate, module.up = (Linear(size, inner, True, ops, std=0.1, divides="columns") for _ in range(2))
-    module.gain, module.rules = nn.Parameter(torch.empty(inner)), {"gain": ParamRule("ones", divided=0)}
-    module.down = Linear(inner, size, True, ops, std=0.1, divides="rows")
+class _Counting(nn.BatchNorm1d):
+    def _apply(self, fn, recurse=True):
+        return super()._apply(fn, recurse)
 
 
 def test_a_buffer_that_would_be_saved_is_refused_by_name(toy, monkeypatch):
-    monkeypatch.setattr(toy.Toy, "last_norm", lambda self: _Counting())
-    with pytest.raises(ValueError, match="has persistent buffers tally, .* with persistent=False"):
+    monkeypatch.setattr(toy.Toy, "last_norm", lambda self: _Counting(3, affine=False))
+    with pytest.raises(ValueError, match="has persistent buffers .*running_mean, .* with persistent=False"):
         build_model(toy.ToyConfig(**MODEL), ParallelismConfig(), Topology(), torch.device("cpu"))
 
 
@@ -193,3 +175,33 @@ def test_plan_and_verify_know_it(folder, capsys):
     assert json.loads(capsys.readouterr().out)["parameters"] == parameter_count(_job(folder, "none").model)
 
     assert main(["verify", str(path), "optimizer.compile=false", "--layouts", "dp2,tp2sp"]) == 0, capsys.readouterr()
+
+
+def _mixture(folder, run, steps=6):
+    return tiny_job(
+        folder,
+        plugins=[MIXTURE],
+        family="root",
+        experts=EXPERTS,
+        training={"steps": steps, "eval_interval": 3},
+        decay_style="constant",
+        ep_size=2,
+        checkpoint={"folder": str(folder / run), "save_interval": 3},
+    )
+
+
+def test_a_run_of_a_mixture_that_stops_goes_on_bit_for_bit(run_ranks, folder):
+    for job in (_mixture(folder, "whole"), _mixture(folder, "halves", steps=3), _mixture(folder, "halves")):
+        run_ranks(run_on_ranks, 2, job)
+    whole, halves = _weights(folder, "whole"), _weights(folder, "halves")
+    assert whole.keys() == halves.keys()
+    assert all(torch.equal(whole[name], halves[name]) for name in whole)
+    bias = whole["blocks.1.feed_forward.router.balance.value"]
+    assert len({*bias.abs().tolist()}) > 4  # steps by the sign alone have the same length
+
+
+def test_verify_knows_a_mixture(tmp_path, capsys):
+    path = tmp_path / "root.toml"
+    path.write_text(config_to_toml(_mixture(tmp_path, "none")))
+    assert main(["verify", str(path), "optimizer.compile=false", "--layouts", "dp2ep2"]) == 0, capsys.readouterr()
+    assert "scores" in capsys.readouterr().out

@@ -28,16 +28,12 @@ def imported(doors):
     for name in PLUGINS:
         importlib.import_module(name)
     yield
-    _forget()
-
-
-def _forget():
     sys.modules["tests.doors.metric_plugin"].HOOK.remove()
     for name in PLUGINS:
         del sys.modules[name]
 
 
-def _job(folder, data, steps, **sections):
+def _job(folder, data, steps, **notebook):
     counting = {"counting": {"stride": 2}}
     return tiny_job(
         folder,
@@ -47,11 +43,10 @@ def _job(folder, data, steps, **sections):
         train=[counting | {"weight": 1.0}, {"path": str(data / "train"), "weight": 3.0}],
         valid=[counting],
         loss_scale={"rule": "stairs", "init_scale": 2.0**14, "patience": 1},
-        steps=steps,
-        eval_interval=4,
+        training={"steps": steps, "eval_interval": 4},
         decay_style="constant",
         save_interval=4,
-        metrics={"log_interval": 1, "precision_interval": 0} | sections.get("metrics", {}),
+        metrics={"log_interval": 1, "precision_interval": 0, "notebook": notebook},
     )
 
 
@@ -66,9 +61,12 @@ def _run(config):
         del sys.modules["tests.doors.metric_plugin"]
 
 
+def _lines(folder, name="metrics"):
+    return [json.loads(line) for line in (folder / f"run/{name}.jsonl").read_text().splitlines()]
+
+
 def _rows(folder):
-    lines = (folder / "run/metrics.jsonl").read_text().splitlines()
-    rows = [row for row in map(json.loads, lines) if "run/resumed" not in row]
+    rows = [row for row in _lines(folder) if "run/resumed" not in row]
     own = (*TIMELESS, "ffn/", "norm/", "overflowed/", "step")
     return [{tag: value for tag, value in row.items() if tag.startswith(own)} for row in rows]
 
@@ -86,9 +84,8 @@ def data(tmp_path):
 def test_a_job_of_plugins_goes_on_bitwise(run_ranks, data, tmp_path):
     assert sum(TokenFile(data / name).num_documents for name in ("train", "valid")) == len(DOCUMENTS)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    notebook = {"metrics": {"notebook": {}}}
     for folder, steps in ((whole, 8), (parts, 4), (parts, 8)):
-        run_ranks(_run, 2, _job(folder, data, steps, **notebook))
+        run_ranks(_run, 2, _job(folder, data, steps))
     one, other = end_of(whole), end_of(parts)
     assert [key for key in one if one[key] != other[key]] == []
     assert _rows(whole) == _rows(parts)
@@ -104,58 +101,62 @@ def test_a_job_of_plugins_goes_on_bitwise(run_ranks, data, tmp_path):
     scales = [row["optim/loss_scale"] for row in _rows(whole) if "optim/loss_scale" in row]
     assert scales[:3] == [2.0**14, 2.0**15, 2.0**16]
 
-    told = [json.loads(line) for line in (whole / "run/notebook.jsonl").read_text().splitlines()]
+    told, written, own = _lines(whole, "notebook"), _lines(whole), ("step", "time/unix_s")
     assert (told[0], told[-1]) == (["config", 8], ["closed"])
-    written = [json.loads(line) for line in (whole / "run/metrics.jsonl").read_text().splitlines()]
-    own = ("step", "time/unix_s")
     numbers = [{tag: value for tag, value in row.items() if tag not in own and value is not None} for row in written]
     assert told[1:-1] == [[row["step"], values] for row, values in zip(written, numbers, strict=True)]
-    told = [json.loads(line) for line in (parts / "run/notebook.jsonl").read_text().splitlines()]
-    assert [row for row in told if len(row) == 1 or row[0] == "config"] == [
-        ["config", 4], ["closed"], ["config", 8], ["closed"],
-    ]  # fmt: skip
+    ends = [row for row in _lines(parts, "notebook") if len(row) == 1 or row[0] == "config"]
+    assert ends == [["config", 4], ["closed"], ["config", 8], ["closed"]]
 
 
 def test_a_tracker_that_fails_ends_no_run(data, tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "megamix"):
-        run_on_ranks(_job(tmp_path, data, 3, metrics={"notebook": {"fails_at": 2}}))
+        run_on_ranks(_job(tmp_path, data, 3, fails_at=2))
     told = [record.getMessage() for record in caplog.records if record.getMessage().startswith("tracker")]
     assert told[0].startswith("tracker notebook: ConnectionError: no network; the run goes on")
     assert [row["step"] for row in _rows(tmp_path) if "train/loss" in row] == [1, 2, 3]
 
 
-def test_a_source_refuses_its_keys_before_a_job_starts(tmp_path):
-    config = tiny_job(tmp_path, plugins=PLUGINS, train=[{"counting": {"stride": 64}}], valid=[{"counting": {}}])
-    assert data_problems(config) == ["data.train: counting.stride must be below model.vocab_size = 64, got 64"]
+@pytest.mark.parametrize(
+    ("data", "problem"),
+    [
+        (
+            {"train": [{"counting": {"stride": 64}}], "valid": [{"counting": {}}]},
+            "data.train: counting.stride must be below model.vocab_size = 64, got 64",
+        ),
+        (
+            {"train": [{"counting": {}}], "valid": None, "split": [9, 1]},
+            "data.split: divides token files by their documents, and data.train is a source of its own; leave split "
+            "out, and write what to validate on as data.valid",
+        ),
+    ],
+)
+def test_what_a_source_cannot_is_refused_before_a_job_starts(tmp_path, data, problem):
+    assert data_problems(tiny_job(tmp_path, plugins=PLUGINS, data=data)) == [problem]
 
 
-def test_a_source_validates_on_other_samples_than_it_trains_on_and_may_have_a_length(tmp_path, monkeypatch):
-    counting = sys.modules["tests.doors.source_plugin"].Counting
-    monkeypatch.setattr(counting, "__len__", lambda self: 0, raising=False)
-    data = {"train": [{"counting": {}}], "valid": [{"counting": {}}]}
-    config = tiny_job(tmp_path, plugins=PLUGINS, data=data, seed=0)
+@pytest.fixture
+def counting(monkeypatch):
+    """The plugin's source, which has a length here."""
+    source = sys.modules["tests.doors.source_plugin"].Counting
+    monkeypatch.setattr(source, "__len__", lambda self: 0, raising=False)
+    return source
+
+
+def test_a_source_validates_on_other_samples_than_it_trains_on_and_may_have_a_length(tmp_path, counting):
+    config = tiny_job(tmp_path, plugins=PLUGINS, train=[{"counting": {}}], valid=[{"counting": {}}], seed=0)
     source, held_out = training_source(config), validation_sources(config)[""]
     assert isinstance(source, counting)
     assert (source.read(range(9)).tokens != held_out.read(range(9)).tokens).any()
     assert [*data_fingerprints(config)] == ["data.train", "data.valid"]
 
 
-def test_verify_and_audit_read_a_source_of_its_own_and_no_file(tmp_path, monkeypatch):
-    counting = sys.modules["tests.doors.source_plugin"].Counting
-    monkeypatch.setattr(counting, "__len__", lambda self: 0, raising=False)
-    data = {"train": [{"path": "nowhere", "weight": 1.0}, {"counting": {"stride": 2}, "weight": 1.0}]}
-    config = tiny_job(tmp_path, plugins=PLUGINS, data=data, seed=0)
+def test_verify_and_audit_read_a_source_of_its_own_and_no_file(tmp_path, counting):
+    train = [{"path": "nowhere", "weight": 1.0}, {"counting": {"stride": 2}, "weight": 1.0}]
+    config = tiny_job(tmp_path, plugins=PLUGINS, train=train, seed=0)
     for batch in batches(config, 0, 0):
         steps = (batch.targets - batch.tokens) % config.model.vocab_size
         assert {*steps.flatten().tolist()} <= {1, 2}
-
-
-def test_a_source_that_is_no_file_is_not_split(tmp_path):
-    config = tiny_job(tmp_path, plugins=PLUGINS, train=[{"counting": {}}], valid=None, split=[9, 1])
-    assert data_problems(config) == [
-        "data.split: divides token files by their documents, and data.train is a source of its own; leave split out, "
-        "and write what to validate on as data.valid"
-    ]
 
 
 def test_a_reader_gives_its_documents_in_order(tmp_path):
