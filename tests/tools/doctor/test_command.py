@@ -6,29 +6,30 @@ import json
 import os
 import sys
 import threading
+from unittest import mock
 
 import pytest
 import torch
 
 from megamix.cli import main
 from megamix.machine import num_cores
-from megamix.tools.doctor import cards, command, finding, host, measured
-from megamix.tools.doctor.finding import HANGS, not_here, run_check
+from megamix.tools.doctor import cards, command, host, measured
+from megamix.tools.doctor.finding import HANGS
 from megamix.tools.ranks import LateRanks
 
 probe_torch = cards.probe_torch
 
 
+pytestmark = pytest.mark.usefixtures("sound")
+
+
 @pytest.fixture
-def sound(monkeypatch, tmp_path):
+def sound(monkeypatch):
     """Fake a sound machine without cards, and no time to measure it."""
     facts = {"torch": "2.13.0+cpu", "cuda": None, "nccl": "", "problem": "", "cards": [], "apart": []}
-    probes = {
-        "disk": lambda folder: (folder, 10**12, 1e9, {}), "hostname": lambda: ("node7", {"10.0.0.7": True}),
-        "ports": lambda port: ("", ""),
-    }  # fmt: skip
-    for name, probe in probes.items():
-        monkeypatch.setattr(host, f"probe_{name}", probe)
+    monkeypatch.setattr(host, "probe_disk", lambda folder: (folder, 10**12, 1e9, {}))
+    monkeypatch.setattr(host, "probe_hostname", lambda: ("node7", {"10.0.0.7": True}))
+    monkeypatch.setattr(host, "probe_ports", lambda port: ("", ""))
     monkeypatch.setattr(cards, "probe_torch", lambda: facts)
     monkeypatch.setattr(cards, "probe_pci", lambda: 0)
     monkeypatch.setattr(cards, "ask_driver", lambda *_: ([], "there is no nvidia-smi"))
@@ -36,7 +37,6 @@ def sound(monkeypatch, tmp_path):
     monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
 
 
-@pytest.mark.usefixtures("sound")
 def test_the_page_and_json_say_the_same(capsys, monkeypatch):
     assert main(["doctor", "--folder", "/runs"]) == 0
     *lines, last = capsys.readouterr().out.splitlines()
@@ -56,7 +56,6 @@ def test_the_page_and_json_say_the_same(capsys, monkeypatch):
     assert all(line[7:].startswith(one["check"]) for one, line in zip(checks, told, strict=True))
 
 
-@pytest.mark.usefixtures("sound")
 def test_named_checks_run_alone_and_an_unknown_name_lists_all(capsys):
     assert main(["doctor", "--only", "disk,collectives", "--limit", "60"]) == 2
     said = capsys.readouterr().err
@@ -71,20 +70,12 @@ def test_named_checks_run_alone_and_an_unknown_name_lists_all(capsys):
     assert main(["doctor", "--only", "cores", "--limit", "0"]) == 2
 
 
-@pytest.mark.usefixtures("sound")
 def test_a_check_whose_time_the_limit_cuts_is_not_judged(capsys, monkeypatch):
-    given = []
-    limits = {"compiled blocks": 60.0, "wire": 10.0, "train 3 M": 10.0}
-
-    def late(limit_s):
-        given.append(limit_s)
-        raise LateRanks("rank 0: did not answer in time")
-
-    monkeypatch.setattr(
-        measured, "checks", lambda cards, stack: {name: (late, seconds) for name, seconds in limits.items()}
-    )
+    late = mock.Mock(side_effect=LateRanks("rank 0: did not answer in time"))
+    checks = {"compiled blocks": (late, 60.0), "wire": (late, 10.0), "train 3 M": (late, 10.0)}
+    monkeypatch.setattr(measured, "checks", lambda cards, stack: checks)
     assert main(["doctor", "--only", "compiled blocks", "--limit", "45"]) == 0
-    assert 10 < given[0] <= 30
+    assert 10 < late.call_args.args[0] <= 30
     *_, line, _, last = capsys.readouterr().out.splitlines()
     assert line.startswith("?      time compiled blocks not judged: LateRanks: rank 0: did not answer in time; it ")
     assert last.startswith("fit as far as judged: ")
@@ -100,7 +91,6 @@ def test_torch_tells_its_facts(capsys):
     assert len(facts["cards"]) == torch.cuda.device_count()
 
 
-@pytest.mark.usefixtures("sound")
 def test_nothing_is_measured_where_torch_does_not_load(capsys, monkeypatch):
     monkeypatch.setattr(sys, "executable", "false")
     monkeypatch.setattr(cards, "probe_torch", probe_torch)
@@ -110,27 +100,24 @@ def test_nothing_is_measured_where_torch_does_not_load(capsys, monkeypatch):
     assert "-      all else        does not apply: torch does not load\nNOT fit: repair each BROKEN line: " in out
 
 
-@pytest.mark.usefixtures("sound")
-def test_a_check_that_hangs_holds_up_neither_the_page_nor_the_end(capsys, monkeypatch):
-    end, ended = threading.Event(), []
+def test_a_check_that_hangs_is_named_and_holds_up_neither_the_page_nor_the_end(capsys, monkeypatch):
+    end = threading.Event()
     monkeypatch.setattr(cards, "probe_torch", lambda: {"problem": "does not load"})
     monkeypatch.setattr(host, "probe_disk", lambda folder: end.wait() and None)
     monkeypatch.setattr(command, "_HOST_LIMIT_S", 0.5)  # the other checks look at nothing
-    monkeypatch.setattr(os, "_exit", ended.append)
-    try:
+    with mock.patch.object(os, "_exit") as ended:
         main(["doctor"])
-    finally:
-        end.set()
-        for thread in threading.enumerate():
-            if thread.name == HANGS:
-                thread.join()
-    assert ended == [1]
-    lines = capsys.readouterr().out.splitlines()
-    assert "BROKEN answer file system none in 0 s (expected: an answer)" in lines
-    assert lines[-1].startswith("NOT fit")
+    end.set()
+    for thread in threading.enumerate():
+        if thread.name == HANGS:
+            thread.join()
+    ended.assert_called_once_with(1)
+    out, err = capsys.readouterr()
+    assert "BROKEN answer file system none in 0 s (expected: an answer)" in out.splitlines()
+    assert out.splitlines()[-1].startswith("NOT fit")
+    assert "megamix doctor: file system, at most 0 s\n" in err
 
 
-@pytest.mark.usefixtures("sound")
 def test_a_port_that_is_no_number_is_a_finding(capsys, monkeypatch):
     monkeypatch.setenv("NNODES", "2")
     monkeypatch.setenv("MASTER_PORT", "the usual one")
@@ -138,41 +125,22 @@ def test_a_port_that_is_no_number_is_a_finding(capsys, monkeypatch):
     assert "BROKEN answer ports    ValueError: invalid literal" in capsys.readouterr().out
 
 
-@pytest.mark.usefixtures("sound")
-def test_a_busy_machine_is_told_at_the_top_and_what_is_late_on_it_is_not_judged(capsys, monkeypatch):
-    def late(folder):
-        raise LateRanks("rank 1: did not answer in time")
-
+# A container may have a few of a machine's cores. As many as our ranks are is no more than they take.
+@pytest.mark.parametrize(("load", "of", "busy"), [(2.0, 1, True), (1.0, 1, False), (8.0, 32, False)])
+def test_a_busy_machine_is_told_at_the_top_and_what_is_late_on_it_is_not_judged(capsys, monkeypatch, load, of, busy):
     cores = num_cores()
-    monkeypatch.setattr(os, "cpu_count", lambda: cores)
-    monkeypatch.setattr(os, "getloadavg", lambda: (2.0 * cores, 0.0, 0.0))
-    monkeypatch.setattr(host, "probe_disk", late)
-    assert main(["doctor"]) == 0
+    load, machine = load * cores, of * cores
+    monkeypatch.setattr(os, "cpu_count", lambda: machine)
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr(host, "probe_disk", mock.Mock(side_effect=LateRanks("rank 1: did not answer in time")))
+    assert main(["doctor"]) == (not busy)
     first, *lines = capsys.readouterr().out.splitlines()
-    assert first.startswith(f"SLOW   cores           {cores}, load {2.0 * cores:.1f} ")
-    busy = f"the machine is busy (load {2.0 * cores:.1f} on {cores} core(s))"
-    told = f"not judged: LateRanks: rank 1: did not answer in time; {busy} (expected: an answer)"
-    assert f"?      time file system {told}" in lines
-    assert "not judged" in lines[-1]
-    assert lines[-1].startswith("fit as far as judged: ")
-    monkeypatch.setattr(os, "getloadavg", lambda: (1.0 * cores, 0.0, 0.0))  # as many as our ranks are
-    assert main(["doctor"]) == 1
-    assert "BROKEN answer file system LateRanks: rank 1: did not answer in time" in capsys.readouterr().out
-    monkeypatch.setattr(os, "getloadavg", lambda: (8.0 * cores, 0.0, 0.0))
-    monkeypatch.setattr(os, "cpu_count", lambda: 32 * cores)  # a container may have a few of a machine's cores
-    assert main(["doctor"]) == 1
-    first, *lines = capsys.readouterr().out.splitlines()
-    assert first.startswith(f"ok     cores           {cores} of {32 * cores}, load {8.0 * cores:.1f} ")
-    assert [line for line in lines if line.startswith("BROKEN answer file system LateRanks: ")]
-
-
-def test_a_slow_check_is_named_and_then_waited_for(monkeypatch):
-    named = threading.Event()
-    monkeypatch.setattr(finding, "_SILENT_S", 0.0)
-    monkeypatch.setattr(finding, "say", lambda *_: named.set())
-
-    def slow():
-        assert named.wait(60)
-        return [not_here("disk", "it was slow")]
-
-    assert [one.check for one in run_check("disk", slow, 60.0)] == ["disk"]
+    told = "LateRanks: rank 1: did not answer in time"
+    if busy:
+        assert first.startswith(f"SLOW   cores           {cores}, load {load:.1f} ")
+        told = f"not judged: {told}; the machine is busy (load {load:.1f} on {cores} core(s)) (expected: an answer)"
+        assert f"?      time file system {told}" in lines
+        assert lines[-1].startswith("fit as far as judged: ")
+    else:
+        assert of == 1 or first.startswith(f"ok     cores           {cores} of {machine}, load {load:.1f} ")
+        assert any(line.startswith(f"BROKEN answer file system {told}") for line in lines)

@@ -3,14 +3,15 @@ Killed at any instant it leaves every finished result, and no process.
 """
 
 import json
-import os
 import random
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 
+import psutil
 import pytest
 
 from megamix.cli import main
@@ -50,23 +51,16 @@ sys.exit(first_light.run(Path(out), [part.name for part in parts], 60, on_gpu=Fa
 """
 
 
-def _processes_of(mark):
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            line = path.read_bytes()
-        except OSError:
-            continue
-        if mark.encode() in line and int(path.parent.name) != os.getpid():
-            found.append(line.replace(b"\0", b" ").decode())
-    return found
-
-
 def _wait_for(what, limit_s=20.0):
     end_s = time.monotonic() + limit_s
-    while not (done := what()) and time.monotonic() < end_s:
+    while not what():
+        assert time.monotonic() < end_s
         time.sleep(0.02)
-    return bool(done)
+
+
+def _no_process_of(mark):
+    lines = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
+    return not any(mark in word for line in lines for word in line)
 
 
 def _rows(out):
@@ -80,16 +74,15 @@ def test_killed_at_a_random_instant_it_leaves_every_finished_result_and_no_proce
     tells.write_text(TELLS)
     told.mkdir()
     (told / "may_end").touch()
-    driver = subprocess.Popen(
-        [sys.executable, "-c", DRIVER, tells, told, out], cwd=ROOT, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL
-    )
+    quiet = {"stderr": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
+    driver = subprocess.Popen([sys.executable, "-c", DRIVER, tells, told, out], cwd=ROOT, **quiet)
     many = random.Random(seed * 100 + number).randint(1, 18)
-    assert _wait_for(lambda: len([*told.iterdir()]) > many)
+    _wait_for(lambda: len([*told.iterdir()]) > many)
     (told / "may_end").unlink()
     driver.send_signal(number)
     driver.wait(30)
     before = {path.name for path in told.iterdir()}
-    assert _wait_for(lambda: not _processes_of(str(tmp_path)))
+    _wait_for(lambda: _no_process_of(str(tmp_path)))
     # A finding of the last moment may have been on its way when the driver was killed.
     kept = {f"told_{row['number']}_{row['row']}" for row in _rows(out) if "row" in row}
     assert len(before - kept) <= (2 if number == signal.SIGKILL else 0)
@@ -125,9 +118,9 @@ def test_a_folder_that_cannot_be_written_is_refused(capsys):
 
 def test_the_page_has_what_is_wrong_first_and_a_bench_as_a_table():
     rows = [
-        {"part": "machine", **_as_row(found("disk", "900 MB/s", False))},
-        {"part": "machine", **_as_row(found("torch", "2.10", True))},
-        {"part": "machine", **_as_row(not_here("links", "there is one card, or none"))},
+        {"part": "machine", **asdict(found("disk", "900 MB/s", False))},
+        {"part": "machine", **asdict(found("torch", "2.10", True))},
+        {"part": "machine", **asdict(not_here("links", "there is one card, or none"))},
         {"part": "update", "bench": "update", "round": 1, "seconds": {}},
         {"part": "update", "bench": "update", "columns": ["variant", "GB/s"], "rows": [["copy", "4000.0"]],
          "goals": [{"text": "rate over the copy's", "value": 0.95, "met": True}], "notes": ["a note"]},
@@ -138,10 +131,6 @@ def test_the_page_has_what_is_wrong_first_and_a_bench_as_a_table():
     assert "BROKEN" in lines[places[0] + 1]
     assert lines[lines.index("variant    GB/s") + 1] == "copy     4000.0"
     assert "met 0.950: rate over the copy's, update" in lines
-
-
-def _as_row(finding):
-    return {name: getattr(finding, name) for name in finding.__slots__}
 
 
 def test_each_setting_that_is_verified_is_a_job():

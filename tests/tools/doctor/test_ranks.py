@@ -29,42 +29,36 @@ def gathers_wrong(self, flat, shard):
     return Pending(gather(self, flat, shard), then=lambda: flat[0].add_(1))
 
 
-def measure(plants):
-    """Return every rank's measurements; with `plants` the last rank's gather is wrong."""
-    last = dist.get_rank() == dist.get_world_size() - 1
-    with mock.patch.object(GlooCollectives, "all_gather", gathers_wrong) if plants and last else nullcontext():
-        sums = ranks.sums_off(numel=64)
-    if plants:
-        return sums, {}, [], {}
+def measure():
+    """Return this rank's measurements, and its sums where the last rank's gather is wrong."""
     work = Work(model=TINY, micro_batch_size=2, compile_update=False)
     rates = {side: ranks.train_rate(work, side, 1)[0] for side in ranks.COMPARED}
-    return sums, ranks.wire_rates(1024), ranks.seconds_by_source(1024), rates
+    right, last = ranks.sums_off(numel=64), dist.get_rank() == dist.get_world_size() - 1
+    with mock.patch.object(GlooCollectives, "all_gather", gathers_wrong) if last else nullcontext():
+        wrong = ranks.sums_off(numel=64)
+    return right, wrong, ranks.wire_rates(1024), ranks.seconds_by_source(1024), rates
 
 
-def test_ranks_measure_sums_wires_links_and_steps(run_ranks):
-    by_rank = run_ranks(measure, 2, False)
-    sums = measured.judge_shares("collectives", [sums for sums, _, _, _ in by_rank])
-    assert (sums.verdict, len(by_rank[0][0])) == ("ok", 9)
-    for _, wires, links, rates in by_rank:
+def test_ranks_measure_sums_wires_links_and_steps_and_name_a_wrong_gather_of_one(run_ranks):
+    right, wrong, *measures = zip(*run_ranks(measure, 2), strict=True)
+    assert (measured.judge_shares("collectives", right).verdict, len(right[0])) == ("ok", 9)
+    broken = measured.judge_shares("collectives", wrong)
+    assert broken.verdict == "broken"
+    assert broken.seen.count("gather of") == 3
+    assert "sum" not in broken.seen
+    for wires, links, rates in zip(*measures, strict=True):
         assert {*wires} == {"reduce-scatter", "all-gather"}
         assert {*rates} == {"ours", "fsdp2", "plain"}
         assert len(links) == 1
         assert min([*wires.values(), *dict(links).values(), *rates.values()]) > 0
 
 
-def test_a_wrong_gather_of_one_rank_is_named(run_ranks):
-    wrong = measured.judge_shares("collectives", [sums for sums, *_ in run_ranks(measure, 2, True)])
-    assert wrong.verdict == "broken"
-    assert wrong.seen.count("gather of") == 3
-    assert "sum" not in wrong.seen
-
-
 @pytest.mark.parametrize("share", [0.0, 0.5])
 def test_a_wrong_compiled_gradient_is_named(monkeypatch, share):
     def compile(block, **_):
-        weight = block.feed_forward_norm.weight  # type: ignore[union-attr]
+        weight = block.feed_forward_norm.weight
         # The right value, and a gradient that is too large.
-        block.register_forward_hook(lambda module, args, out: out + share * (weight - weight.detach()))  # type: ignore[operator]
+        block.register_forward_hook(lambda module, args, out: out + share * (weight - weight.detach()))
 
     monkeypatch.setattr(nn.Module, "compile", compile)
     finding = measured.judge_shares("compiled blocks", [ranks.blocks_off(tokens=256, width=64)])
@@ -86,47 +80,35 @@ CASE, WORK = "train 1.3 B", measured._work(expected()["trained"]["train 1.3 B"])
 GOOD = {"ours": 57_500.0, "fsdp2": 55_000.0, "plain": 56_000.0}
 
 
-def slower(check, rate):
-    return RATES | {check: rate}, with_cards({}, {})
+def rates(**changes):
+    return measured.judge_rates([CARD, (RATES | changes, with_cards({}, {}))], H100)
 
 
-WRONG = {
-    "a slow card": (
-        lambda: measured.judge_rates([CARD, slower("products", 400e12)], H100), "products",
-        "400.0 TFLOP/s, card 1 of 2",
-    ),
-    "slow memory": (lambda: measured.judge_rates([slower("copy", 1e12)], H100), "copy", "1,000.0 GB/s"),
-    "clocks that fall under load": (
-        lambda: measured.judge_rates(
-            [(RATES, with_cards({}, {"clocks_event_reasons.active": 0x40}))], H100
-        ),
-        "throttled under load", "card 1: 64",
-    ),
-    "a slow wire": (
-        lambda: [measured.judge_wire([{"all-gather": 5e9}, {"all-gather": 90e9}], on_gpus=True)], "wire",
-        "all-gather 5.00 GB/s",
-    ),
-    "less than torch": (
-        lambda: [measured.judge_training(CASE, WORK, GOOD | {"fsdp2": 60_000.0}, H100)], CASE, "0.96 of fsdp2",
-    ),
-    "a low MFU": (
-        lambda: [measured.judge_training(CASE, WORK, {side: 0.8 * rate for side, rate in GOOD.items()}, H100)],
-        CASE, "MFU 4",
-    ),
-}  # fmt: skip
+def training(**changes):
+    return [measured.judge_training(CASE, WORK, GOOD | changes, H100)]
 
 
-@pytest.mark.parametrize("fault", WRONG)
-def test_what_is_slow_is_named(fault):
-    judge, check, seen = WRONG[fault]
-    (wrong,) = [one for one in judge() if one.verdict != "ok"]
+HOT = with_cards({}, {"clocks_event_reasons.active": 0x40})
+WRONG = [
+    (rates(products=400e12), "products", "400.0 TFLOP/s, card 1 of 2"),
+    (rates(copy=1e12), "copy", "1,000.0 GB/s"),
+    (measured.judge_rates([(RATES, HOT)], H100), "throttled under load", "card 1: 64"),
+    ([measured.judge_wire([{"all-gather": 5e9}, {"all-gather": 90e9}], on_gpus=True)], "wire", "all-gather 5.00 GB/s"),
+    (training(fsdp2=60_000.0), CASE, "0.96 of fsdp2"),
+    (training(ours=46_000.0, fsdp2=44_000.0, plain=45_000.0), CASE, "MFU 4"),
+]
+
+
+@pytest.mark.parametrize(("findings", "check", "seen"), WRONG)
+def test_what_is_slow_is_named(findings, check, seen):
+    (wrong,) = [one for one in findings if one.verdict != "ok"]
     assert (wrong.check, wrong.verdict) == (check, "slow")
     assert seen in wrong.seen
     assert wrong.fix
 
 
 def test_a_sound_card_is_ok():
-    findings = [*measured.judge_rates([CARD, CARD], H100), measured.judge_training(CASE, WORK, GOOD, H100)]
+    findings = [*rates(), *training()]
     findings.append(measured.judge_wire([{"all-gather": 90e9}] * 2, on_gpus=True))
     assert {one.verdict for one in findings} == {"ok"}
     small = measured.judge_training(CASE, fitted(WORK, 20e9), {side: rate / 9 for side, rate in GOOD.items()}, "T4")
@@ -144,36 +126,20 @@ ANSWERS = {
 }  # fmt: skip
 
 
-class Pool:
-    """Pool of ranks that have measured."""
-
-    def __init__(self, size, *, on_gpus):
-        self.size = size
-
-    def close(self):
-        pass
-
-    def call(self, function, *args, deadline_s):
-        inspect.signature(function).bind(*args)
-        assert 0 < deadline_s <= 240
-        if function is ranks.train_rate:
-            return [(GOOD[args[1]], args[0])] * self.size
-        return [ANSWERS[function.__name__]] * self.size
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        pass
+def _call(function, *args, deadline_s):
+    inspect.signature(function).bind(*args)
+    assert 0 < deadline_s <= 240
+    return [(GOOD[args[1]], args[0]) if function is ranks.train_rate else ANSWERS[function.__name__]] * 8
 
 
 def test_all_cards_of_a_machine_are_measured(monkeypatch):
-    monkeypatch.setattr(measured, "RankPool", Pool)
+    pool = mock.MagicMock(call=_call)
+    pool.__enter__.return_value = pool
+    monkeypatch.setattr(measured, "RankPool", lambda size, *, on_gpus: pool)
     with ExitStack() as stack:
         examined = measured.checks({"cards": [H100] * 8}, stack).items()
         findings = {one.check: one for _, (check, limit_s) in examined if check for one in check(limit_s)}
-    wrong = {check: one.seen for check, one in findings.items() if one.verdict != "ok"}
-    assert wrong == {"train 124 M": wrong["train 124 M"]}
+    assert [check for check, one in findings.items() if one.verdict != "ok"] == ["train 124 M"]
     assert {"host waits", "compiled blocks", "collectives", "wire", "copy", "train 1.3 B"} <= {*findings}
     assert [name for name, (check, _) in examined if check is None] == ["train 3 M"]
 
