@@ -108,25 +108,23 @@ def test_benches_run_from_end_to_end_and_leave_lines_of_json(tmp_path, capsys, m
     tiny = partial(update, threads=(1,), calls=1, sizes={"tiny": MODEL})
     benches.report({"update": (tiny, TINY), "train": (partial(train, names=("ours", "plain")), TINY)}, output)
     every = [json.loads(line) for line in output.read_text().splitlines()]
-    lines = [line for line in every if "goals" in line]
-    assert [line["bench"] for line in lines] == ["update", "train"]
-    assert [[*line] for line in every if line["bench"] == "train"][:3] == [
-        ["bench", "machine", "settings"],
-        *[["bench", "side", "round", "tokens_per_s"]] * 2,
-    ]
+    updated, trained = (line for line in every if "goals" in line)
+    assert [line["bench"] for line in (updated, trained)] == ["update", "train"]
+    begun, *sides = [[*line] for line in every if line["bench"] == "train"][:3]
+    assert begun == ["bench", "machine", "settings"]
+    assert sides == [["bench", "side", "round", "tokens_per_s"]] * 2
     assert {line["side"] for line in every if "round" in line} == {"fp16", "ours", "plain"}
-    assert set(lines[0]["raw"]["fp16, 1 thread(s)"]) == {LIBRARY, "statistics, no compiler", CASTS, COPY}
-    after = lines[0]["raw"]["tiny"]
-    assert [len(after[way]) for way in (AFTER, BY_HAND)] == [1, 1]
-    (goal,) = [goal for goal in lines[0]["goals"] if goal["text"] == f"{AFTER}: processor time over by hand's (tiny)"]
-    assert (goal["value"], goal["bound"], goal["at_least"]) == (after[AFTER][0] / after[BY_HAND][0], 1.1, False)
-    turns = lines[1]["raw"]["plain"]
+    assert set(updated["raw"]["fp16, 1 thread(s)"]) == {LIBRARY, "statistics, no compiler", CASTS, COPY}
+    ((after,), (by_hand,)) = (updated["raw"]["tiny"][way] for way in (AFTER, BY_HAND))
+    (goal,) = [goal for goal in updated["goals"] if goal["text"] == f"{AFTER}: processor time over by hand's (tiny)"]
+    assert (goal["value"], goal["bound"], goal["at_least"]) == (after / by_hand, 1.1, False)
+    turns = trained["raw"]["plain"]
     assert [len(turns[name]) for name in ("tokens_per_s", "optimizer_ms", "details_ms")] == [1, 1, 1]
     assert turns["peak_live_bytes"] > 0
     printed = capsys.readouterr().out
     assert "megamix bench update" in printed
     assert re.search("ours, ms a step on rank 0: .*exposed_all_gather", printed)
-    assert machine_line(lines[1]["machine"]) in printed
+    assert machine_line(trained["machine"]) in printed
 
 
 def test_startup_fills_the_cache_before_it_finds_it_full(monkeypatch):
@@ -160,14 +158,15 @@ def test_update_goals_are_ratios_of_rates():
 def test_the_bytes_of_an_update_are_those_of_its_tensors():
     for name, (dtype, optimizer) in update_bench.KINDS.items():
         rank = UpdateRank(replace(WORK, dtype=dtype), optimizer)
-        once, twice = [], []  # bytes read or written once, and bytes read and written
+        moved = 0
         for bucket in rank._buckets:
-            once += [bucket.grads, bucket.params]
-            twice += [bucket.master, *(state for states in bucket.states for state in states.values())]
-        moved = sum(tensor.nbytes for tensor in once) + 2 * sum(tensor.nbytes for tensor in twice)
-        bytes_a_param = update_bench.update_bytes(optimizer)
-        assert moved == bytes_a_param * rank.num_params()
-        assert bytes_a_param == (20 if "moments" in name else 28)
+            both = [
+                bucket.master,
+                *(state for states in bucket.states for state in states.values()),
+            ]  # read and written
+            moved += sum(tensor.nbytes for tensor in [bucket.grads, bucket.params, *both, *both])
+        assert moved == update_bench.update_bytes(optimizer) * rank.num_params()
+        bytes_a_param = 20 if "moments" in name else 28
         seconds = {LIBRARY: [1e-9 * rank.num_params()], COPY: [1.0]}
         (row, _) = update_bench._rows((1, name), seconds, rank.num_params())
         assert row[1:3] == ("1.000 [1.000, 1.000]", f"{bytes_a_param}.0 [{bytes_a_param}.0, {bytes_a_param}.0]")
@@ -176,16 +175,13 @@ def test_the_bytes_of_an_update_are_those_of_its_tensors():
 def test_the_compiled_update_is_timed_beside_the_others(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)  # speed is not tested here
     rank = UpdateRank(replace(WORK, compile_update=True), calls=1)
-    before = [bucket.master.clone() for bucket in rank._buckets]
     seconds = rank.seconds(3)
     assert [*seconds] == [*rank.variants][3:] + [*rank.variants][:3]
     assert {COMPILED, STATS, LIBRARY, CASTS, COPY} <= set(seconds)
-    assert rank.num_params() == sum(master.numel() for master in before)
     for name in (COMPILED, LIBRARY, CASTS):
         before = [bucket.master.clone() for bucket in rank._buckets]
         rank.variants[name]()
-        masters = [bucket.master for bucket in rank._buckets]
-        assert not all(map(torch.equal, before, masters)), name
+        assert not all(map(torch.equal, before, [bucket.master for bucket in rank._buckets])), name
         assert all(torch.equal(bucket.params, bucket.master.bfloat16()) for bucket in rank._buckets), name
 
 

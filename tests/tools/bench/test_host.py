@@ -2,10 +2,7 @@
 in one thing, tested on made-up figures.
 """
 
-from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
-from types import SimpleNamespace
 
 import pytest
 
@@ -23,7 +20,6 @@ from megamix.tools.bench.host_bench import (
     UNJOINED,
     First,
     HostCase,
-    Sitting,
     Unjoined,
     a_further,
     host,
@@ -102,24 +98,3 @@ def test_a_cost_is_what_two_cases_differ_in():
     # The first is 1 and 4 over 5 and 8.
     assert [goal.value for goal in goals] == pytest.approx([0.35, 0.7, 2.2, 1.25, 0.5])
     assert [goal.met for goal in goals] == [True, False, False, False, False]
-
-
-def test_a_turn_is_taken_by_each_side_in_rotated_order(monkeypatch):
-    called = []
-
-    def call(name, function, case, *steps):
-        if steps:
-            return [First([1.0], 2)]
-        called.append(f"{case} {name}")
-        return [1.0, 3.0]
-
-    def start_ranks(name, *_, **__):
-        return nullcontext(SimpleNamespace(call=partial(call, name)))
-
-    monkeypatch.setattr(host_bench, "start_ranks", start_ranks)
-    work = replace(WORK, model=small_model(8, 2))
-    sitting = Sitting(2, {"a": object, "b": object}, {"one": work, "two": work})
-    measured = host_bench.measure(sitting, replace(TINY, rounds=2), 1)
-    assert called == ["one a", "one b", "two a", "two b", "one b", "one a", "two b", "two a"]
-    assert measured["one"].cpu_ms == {"a": [2.0, 2.0], "b": [2.0, 2.0]}
-    assert measured["two"].first["b"].graphs == 2

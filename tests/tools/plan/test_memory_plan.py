@@ -96,11 +96,8 @@ MORE = {
     "llama, full recompute, divided": ("tp2", AGAIN),
     "first layers again, two stages": ("pp2", {"num_layers": 4, "recompute": {"full": 1}}),
     "latent attention, divided": ("tp2", {"latent_attention": LATENT, "recompute": "selective"}),
-    "interleaved, halves": ("pp2", {"num_layers": 4} | _pipeline("interleaved_zero_bubble")),
     "on a V, untied": ("pp2", {"num_layers": 7, "tie_embeddings": False} | _pipeline("zbv_zero_bubble")),
-    "four stages": ("pp4", {"num_layers": 5}),
     "four on a V": ("pp4", {"num_layers": 9} | _pipeline("zbv_zero_bubble", 4)),
-    "parameters, untied": ("dp2", PARAMETERS | LARGE, 1),
     "parameters, gradients kept over micro-batches": ("dp2", PARAMETERS, 3),
     "parameters, muon whose matrices travel": (
         "dp2", PARAMETERS | MUON | {"vocab_size": 64, "micro_batch_size": 1, "bucket_size": 100_000}, 1,
