@@ -96,7 +96,6 @@ class Sandbox:
     def __init__(self, base):
         self.base = base
         self.repo = base / "repo"
-        self.config = str(self.repo / "configs/quickstart.toml")
         self.bin = base / "bin"
         self.modules = base / "modules"
         for folder in (self.repo, self.bin, self.modules):
@@ -110,7 +109,6 @@ class Sandbox:
             assert program, name
             (self.bin / name).symlink_to(program)
         (self.base / "pretrain.py").write_text(PRETRAIN)
-        self.program("python3")
         self.gpus(0)
 
     def gpus(self, count):
@@ -140,11 +138,6 @@ class Sandbox:
         }
         command = ["bash", str(self.repo / "launch" / script), *arguments]
         return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=self.base, check=False)
-
-    def pretrain(self, *words, config=True, **variables):
-        """Run pretrain.sh by a Python that is there, for the quickstart's configuration unless `config` is off."""
-        words = [*words, self.config] if config else words
-        return self.run("pretrain.sh", *words, **{"MEGAMIX_PYTHON": str(self.program("p"))} | variables)
 
     def lines(self, name="log"):
         """Records of the stand-ins since the last call."""
