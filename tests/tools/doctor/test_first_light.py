@@ -117,14 +117,11 @@ def test_a_folder_that_cannot_be_written_is_refused(capsys):
 
 
 def test_the_page_has_what_is_wrong_first_and_a_bench_as_a_table():
-    rows = [
-        {"part": "machine", **asdict(found("disk", "900 MB/s", False))},
-        {"part": "machine", **asdict(found("torch", "2.10", True))},
-        {"part": "machine", **asdict(not_here("links", "there is one card, or none"))},
-        {"part": "update", "bench": "update", "round": 1, "seconds": {}},
-        {"part": "update", "bench": "update", "columns": ["variant", "GB/s"], "rows": [["copy", "4000.0"]],
-         "goals": [{"text": "rate over the copy's", "value": 0.95, "met": True}], "notes": ["a note"]},
-    ]  # fmt: skip
+    findings = [found("disk", "900 MB/s", False), found("torch", "2.10", True), not_here("links", "there is one card")]
+    table = {"columns": ["variant", "GB/s"], "rows": [["copy", "4000.0"]], "notes": ["a note"]}
+    goals = [{"text": "rate over the copy's", "value": 0.95, "met": True}]
+    rows = [{"part": "machine", **asdict(finding)} for finding in findings]
+    rows += [{"part": "update", "bench": "update", **more} for more in ({"round": 1}, table | {"goals": goals})]
     lines = [*page(rows)]
     places = [lines.index(f"What is {title}") for title in ("wrong", "right", "not here")]
     assert places == sorted(places)
