@@ -2,8 +2,6 @@
 bit for bit; blocks that cannot be assembled are refused.
 """
 
-from dataclasses import dataclass
-
 import pytest
 import torch
 from torch import nn
@@ -15,31 +13,24 @@ from megamix.mixed_precision.settings import Placement
 from megamix.mixed_precision.update_slice import MASTER
 from tests.builders import make_engine
 from tests.parallel import layouts
-from tests.parallel.layouts import Case, Owned, assemble
+from tests.parallel.layouts import Case, assemble
 
 pytestmark = pytest.mark.uncounted
 
 STEPS = 3
 
 
-@dataclass
-class Seen:
-    """One rank's part of masters and momenta before and after each step, and of the gradient between them."""
-
-    before: list[dict[str, list[Owned]]]
-    grads: list[list[Owned]]
-    after: list[dict[str, list[Owned]]]
-
-
 def _train(case, optimizer):
+    """Return this rank's part of (masters and momenta before the step, the gradient, masters and momenta after it) of
+    each step.
+    """
     _, engine = layouts.build(case, optimizer)
-    seen = Seen([], [], [])
+    seen = []
     for step in range(STEPS):
-        seen.before.append(layouts.states(engine))
+        before = layouts.states(engine)
         layouts.backward(case, engine, step)
         engine.step()
-        seen.grads.append(layouts.gradients(engine)["gradient"])
-        seen.after.append(layouts.states(engine))
+        seen.append((before, layouts.gradients(engine)["gradient"], layouts.states(engine)))
     return seen
 
 
@@ -61,51 +52,32 @@ def test_a_divided_matrix_moves_as_the_whole_one(run_ranks, dp_size, tp_size, mo
     optimizer = Muon(lr=0.02, ns_dtype=ns_dtype)
     ranks = run_ranks(_train, case.world_size, case, optimizer)
     divided = 0
-    for step in range(STEPS):
-        grads, shared = assemble([rank.grads[step] for rank in ranks])
+    for step, there in enumerate(zip(*ranks, strict=True)):
+        befores, grads_of_ranks, afters = zip(*there, strict=True)
+        grads, shared = assemble(grads_of_ranks)
         assert not shared
         before, after = (
-            {state: assemble([rank[state] for rank in there])[0] for state in (MASTER, MOMENTUM)}
-            for there in ([rank.before[step] for rank in ranks], [rank.after[step] for rank in ranks])
+            {state: assemble([rank[state] for rank in states])[0] for state in (MASTER, MOMENTUM)}
+            for states in (befores, afters)
         )
         assert before[MOMENTUM]
         for name, momentum in before[MOMENTUM].items():
             got = after[MASTER][name], after[MOMENTUM][name]
             want = _moved(optimizer, grads[name], before[MASTER][name], momentum)
             assert all(map(torch.equal, got, want)), f"{name} in step {step}"
-            blocks = (one.spec for rank in ranks for one in rank.grads[step] if one.spec.name == name)
+            blocks = (one.spec for rank in grads_of_ranks for one in rank if one.spec.name == name)
             divided += any(spec.shape != spec.full_shape for spec in blocks)
     assert divided == STEPS * 2 * (7 if model == "llama" else 6)  # matrices of two blocks
 
 
-class _Experts(nn.Module):
-    """A rank's block of a parameter of three dims, divided in the given one."""
-
-    def __init__(self, dim):
-        super().__init__()
-        shape = [4, 8, 6]
-        shape[dim] //= 2
-        self.experts = nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(3)))
-
-
 def _engine(dim, adamw=()):
-    model = _Experts(dim)
-    offset = tuple(2 if at == dim else 0 for at in range(3))  # place of the second of two ranks
-    place = {"experts": Placement((4, 8, 6), offset, Topology().owners)}
-    sharding = Sharding(placements=place)
+    """Return the engine of the second of two ranks that divide a parameter of three dims in this one."""
+    shape, offset = [4, 8, 6], [0, 0, 0]
+    shape[dim] //= 2
+    offset[dim] = 2
+    model = nn.ParameterDict({"experts": torch.zeros(shape)})
+    sharding = Sharding(placements={"experts": Placement((4, 8, 6), tuple(offset), Topology().owners)})
     return make_engine(model, Muon(lr=0.1, adamw=adamw), sharding=sharding)
-
-
-def test_matrices_that_a_rank_has_whole_are_its_own():
-    """A rank's experts, of (E, out, in): each is one matrix, and those of other ranks are theirs."""
-    engine, optimizer = _engine(0), Muon(lr=0.1)
-    masters = [engine.module.experts.detach().clone()]
-    grad = torch.randn(2, 8, 6, generator=torch.Generator().manual_seed(4))
-    engine.backward((engine.module.experts * grad).sum())
-    engine.step()
-    masters.append(engine.module.experts.detach())
-    for one_grad, before, after in zip(grad, *masters, strict=True):
-        assert torch.equal(after, _moved(optimizer, one_grad, before, torch.zeros(8, 6))[0])
 
 
 @pytest.mark.parametrize(

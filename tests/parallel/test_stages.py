@@ -5,17 +5,16 @@ import torch
 from torch import nn
 
 from megamix import AdamW, Precision, ShardedEngine, Sharding
-from megamix.checkpoint.all_or_none import AllOrNone
 from megamix.checkpoint.load import load, newest_checkpoint
 from megamix.checkpoint.manifest import RunRecord
 from megamix.checkpoint.save import save
 from megamix.checkpoint.snapshot import take_snapshot
-from megamix.comm.collectives import make_collectives
 from megamix.comm.topology import Topology
 from megamix.inspect.culprits import gather_peaks
 from megamix.inspect.replicas import check_replicas
 from megamix.mixed_precision.settings import Placement
-from tests.parallel.layouts import assemble, states
+from tests.checkpoint.state import all_or_none_of
+from tests.parallel.layouts import are_equal, assemble, contents, states
 
 LAYERS = {"first": (5, 7), "tied": (11, 3), "last": (4, 9)}
 
@@ -59,39 +58,27 @@ def _step(engine, factor):
 def _train_and_save(folder):
     engine = _build(2)
     one = _step(engine, 0.5)
-    before = states(engine)
+    before = contents(engine)
     # The second stage alone has an inf.
     other = _step(engine, torch.inf if engine.topology.pp.rank else 0.5)
-    after = states(engine)
-    unchanged = all(
-        torch.equal(mine.values, later.values)
-        for kind in before
-        for mine, later in zip(before[kind], after[kind], strict=True)
-    )
+    assert are_equal(before, contents(engine))
     check_replicas(engine)
-    cpu = torch.device("cpu")
-    all_or_none = AllOrNone(make_collectives(engine.topology.world, cpu), cpu)
-    save(folder, take_snapshot(engine, RunRecord()), all_or_none)
-    return one, other[1:], unchanged, engine.plan.param_names, after
+    save(folder, take_snapshot(engine, RunRecord()), all_or_none_of(engine))
+    return one, other[1:], engine.plan.param_names, states(engine)
 
 
 def test_two_stages_that_share_a_layer_are_one_model(run_ranks, tmp_path):
     ranks = run_ranks(_train_and_save, 2, tmp_path)
     # Gradients: first 0.5; tied 0.5 * 2 in the first stage and 0.5 in the second; last 0.5 * 2.
     squares = 0.25 * 35 + 1.5**2 * 33 + 1.0 * 36
-    for norm_and_flag, overflow, unchanged, names, _ in ranks:
+    for norm_and_flag, overflow, names, _ in ranks:
         assert norm_and_flag[0] == pytest.approx(squares**0.5, rel=1e-6)
         assert norm_and_flag[1:] == (False, [])
         assert overflow == (True, ["tied", "last"])
-        assert unchanged
         assert names == ["first", "tied", "last"]
     # Every element is owned once, the shared layer's by both stages, and any layout loads what they saved.
     alone = _build(1)
-    cpu = torch.device("cpu")
-    all_or_none = AllOrNone(make_collectives(alone.topology.world, cpu), cpu)
-    checkpoint = newest_checkpoint(tmp_path, all_or_none)
-    assert checkpoint is not None
-    load(checkpoint, alone, all_or_none)
+    load(newest_checkpoint(tmp_path, all_or_none_of(alone)), alone, all_or_none_of(alone))
     for kind, owned in states(alone).items():
         have, _ = assemble([owned])
         want, shared = assemble([rank[-1][kind] for rank in ranks])

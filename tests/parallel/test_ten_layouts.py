@@ -2,24 +2,21 @@
 the checkpoint of every other, bit for bit, and six pairs train on.
 """
 
-from typing import NamedTuple
-
 import pytest
 import torch
 
 from megamix.builders.objects import build_training
-from megamix.checkpoint.all_or_none import AllOrNone
 from megamix.checkpoint.load import load, newest_checkpoint
 from megamix.checkpoint.manifest import RunRecord
 from megamix.checkpoint.save import save
 from megamix.checkpoint.snapshot import take_snapshot
-from megamix.comm.collectives import make_collectives
 from megamix.inspect.replicas import check_replicas
 from megamix.tools.verify.core.layout import parse_layout
 from megamix.tools.verify.core.observed_step import rank_device
 from megamix.tools.verify.layouts.observe import take_step
+from tests.checkpoint.state import all_or_none_of
 from tests.conftest import FULL
-from tests.parallel.layouts import Owned, are_equal, assemble, contents, states, with_one_inf
+from tests.parallel.layouts import are_equal, assemble, contents, states, with_one_inf
 from tests.tools.verify.jobs import make_config
 from tests.tools.verify.layouts.test_layouts import LAYOUTS
 
@@ -80,39 +77,25 @@ def test_an_overflow_on_any_of_eight_ranks_changes_nothing_on_any(run_ranks, dty
 # Checkpoints.
 
 
-class Loaded(NamedTuple):
-    """One rank's part of one loaded checkpoint."""
-
-    states: dict[str, list[Owned]]
-    loss: float | None  # loss of the next step, if one follows
-
-
-def _all_or_none(engine):
-    device = rank_device()
-    return AllOrNone(make_collectives(engine.topology.world, device), device)
-
-
 def _save(layout, folder):
     """Return what this rank saved after a step, and the loss of the next step."""
     config = _config(layout)
     runner = build_training(config, rank_device())
     _step(config, runner, 0)
-    save(folder / layout, take_snapshot(runner.engine, RunRecord()), _all_or_none(runner.engine))
+    save(folder / layout, take_snapshot(runner.engine, RunRecord()), all_or_none_of(runner.engine))
     return states(runner.engine), _step(config, runner, 1)[0]
 
 
 def _load_each(layout, folder, sources):
+    """Return this rank's part of each loaded checkpoint, and the loss of the next step, if one follows."""
     config = _config(layout)
     runner = build_training(config, rank_device())
-    engine, all_or_none, found = runner.engine, _all_or_none(runner.engine), []
+    engine, all_or_none, found = runner.engine, all_or_none_of(runner.engine), []
     for source in sources:
-        checkpoint = newest_checkpoint(folder / source, all_or_none)
-        assert checkpoint is not None
-        load(checkpoint, engine, all_or_none)
+        load(newest_checkpoint(folder / source, all_or_none), engine, all_or_none)
         check_replicas(engine)
         mine = states(engine)
-        trains = (source, layout) in TRAINED_ON
-        found.append(Loaded(mine, _step(config, runner, 1)[0] if trains else None))
+        found.append((mine, _step(config, runner, 1)[0] if (source, layout) in TRAINED_ON else None))
     return found
 
 
@@ -128,11 +111,11 @@ def test_every_layout_loads_what_every_other_saved_and_goes_on(run_ranks, tmp_pa
         for source, *ranks in zip(sources, *by_rank, strict=True):
             for kind in saved[source][0][0]:
                 want, _ = assemble([owned[kind] for owned, _ in saved[source]])
-                have, shared = assemble([rank.states[kind] for rank in ranks])
+                have, shared = assemble([loaded[kind] for loaded, _ in ranks])
                 assert not shared
                 assert have.keys() == want.keys()
                 assert all(torch.equal(have[name], want[name]) for name in want), (source, layout, kind)
-            losses = {rank.loss for rank in ranks}
+            losses = {loss for _, loss in ranks}
             if losses != {None}:
                 trained_on.append((source, layout))
                 (loss,) = losses
