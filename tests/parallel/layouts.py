@@ -175,7 +175,7 @@ def world_rank():
 
 
 def first_difference(case, outcomes, alone):
-    """Return the first difference from one process, by name and size, in the order of the step; None if there is none.
+    """Return the first difference from one process, by name and size; None if there is none.
 
     Both round every value of the model's two blocks about 12 times on the way there and 12 on the way back, by up to u
     of the dtype, and a divided layer rounds its partial sums once more. Errors of random sign add up to sqrt(2 * 48) u,
@@ -183,18 +183,15 @@ def first_difference(case, outcomes, alone):
     one. A gradient that is zero but for rounding has no other size to be measured by. Measured: up to 8 u.
     """
     bound = ROUNDINGS * torch.finfo(case.dtype).eps / 2
-    loss, norm = (lambda outcome: outcome.losses), (lambda outcome: outcome.grad_norms)
-    told = [_number("loss", 0, loss, outcomes[0], alone, bound)]
-    told += [_tensors(kind, outcomes, alone, bound * size) for kind, size in _sizes(case, alone)[:1]]
+    told = []
     for step in range(STEPS):
-        told += [_number("grad_norm", step, norm, outcomes[0], alone, bound)]
-        told += [_number("loss", step, loss, outcomes[0], alone, bound)]
-    told += [_tensors(kind, outcomes, alone, bound * size) for kind, size in _sizes(case, alone)[1:]]
+        told += [_number(what, step, outcomes[0], alone, bound) for what in ("grad_norms", "losses")]
+    told += [_tensors(kind, outcomes, alone, bound * size) for kind, size in _sizes(case, alone)]
     return next((line for line in told if line is not None), None)
 
 
 def _sizes(case, alone):
-    """Return for every kind of tensor the size by which its errors are measured, in the order of the step."""
+    """Return for every kind of tensor the size by which its errors are measured."""
     largest = {kind: max(float(owned.values.abs().max()) for owned in parts) for kind, parts in alone.owned.items()}
     # A square is off by twice as much. The update is at most lr / eps times the first moment, so a master that has been
     # updated STEPS times is off by at most that factor times what its gradients were off.
@@ -203,8 +200,8 @@ def _sizes(case, alone):
     return [("gradient", largest["gradient"]), ("exp_avg", first), ("exp_avg_sq", 2 * second), ("master", moved)]
 
 
-def _number(what, step, of, outcome, alone, bound):
-    one, other = of(outcome)[step], of(alone)[step]
+def _number(what, step, outcome, alone, bound):
+    one, other = getattr(outcome, what)[step], getattr(alone, what)[step]
     return None if abs(one - other) <= bound * abs(other) else f"{what} of step {step}: {one}, alone {other}"
 
 

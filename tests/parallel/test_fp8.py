@@ -77,7 +77,6 @@ def test_a_stage_takes_no_codes_of_what_its_buffer_held_before():
 BUGS = {
     "fp8_gradients_larger": ("tensorwise in full", "it looks like 2 times the right one"),
     "fp8_scales_transposed": ("rowwise in full", "gradient of "),
-    "fp8_scales_stale": ("tensorwise in full", "gradient of "),
     "inf_hidden_by_the_cast": ("tensorwise in full", "overflow flag of the planted overflow"),
 }
 
@@ -92,9 +91,7 @@ def test_planted_bugs_are_found_and_an_inf_in_a_product_skips_on_every_rank(run_
     jobs.append((fp8_job("dp2", "tensorwise in full"), "inf_in_a_product"))
     *wrong, right = zip(jobs, *run_ranks(observe_bugs, 2, jobs, deadline_s=900.0), strict=True)
     for (config, bug), *ranks in wrong:
-        found = judged(config, ranks, OVERFLOW_AT if "inf" in bug else None).differences
-        assert found, bug
-        assert BUGS[bug][1] in str(found[0])
+        assert BUGS[bug][1] in str(judged(config, ranks, OVERFLOW_AT if "inf" in bug else None).differences[0])
     (config, _), *ranks = right
     verdict = judged(config, ranks)
     assert (verdict.differences, verdict.skipped) == ([], 1)

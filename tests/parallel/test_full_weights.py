@@ -88,7 +88,7 @@ def _damage(case, victim, name):
         check_replicas(engine)
     except DamagedMemory as error:
         return str(error)
-    return "clean"
+    return ""
 
 
 def test_a_copy_that_differs_is_named_on_every_rank_of_a_mesh(run_ranks):
@@ -99,4 +99,3 @@ def test_a_copy_that_differs_is_named_on_every_rank_of_a_mesh(run_ranks):
         assert f"rank {victim}: the half parameter {name}" in told[0]
     told = run_ranks(_damage, 4, case, 2, "skipped_steps")
     assert told == ["memory does not hold what was written: skipped_steps: rank 2: 1, all others: 0"] * 4
-    assert run_ranks(_damage, 4, case, 4, "norm.weight") == ["clean"] * 4

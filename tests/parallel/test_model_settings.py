@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from megamix.config import ConfigError, ModelConfig, model_problems
+from megamix.model.transformer import Transformer
 from megamix.tools.ranks import RankPool
 from megamix.tools.verify.core.layout import parse_layout
 from megamix.tools.verify.layouts.judge_steps import judge
@@ -79,6 +80,17 @@ def test_gradients_of_latents_that_tp_ranks_do_not_sum_are_caught(run_ranks):
     found = judge(config, ranks, torch.device("cpu"), UPDATES, None).differences
     wrong = {one.where.partition("attention.")[2] for one in found if (one.attempt, one.check) == (0, "gradient")}
     assert wrong == {f"{name}.weight" for name in ("query_down", "query_norm", "kv_down", "kv_norm", "rotated_key")}
+
+
+def test_norms_of_both_stand_around_each_part():
+    sizes = {"vocab_size": 8, "seq_len": 8, "hidden_size": 8, "num_layers": 1, "num_heads": 2}
+    model = Transformer(ModelConfig(**sizes, norm_place="both", residual_scale=0.5))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter)
+    block, x, rotary = model.blocks[0], torch.randn(1, 8, 8), model.rotary(8)
+    middle = x + 0.5 * block.attention_end_norm(block.attention(block.attention_norm(x), rotary, None, None))
+    want = middle + 0.5 * block.feed_forward_end_norm(block.feed_forward(block.feed_forward_norm(middle)))
+    assert torch.equal(block(x, rotary, None, None), want)
 
 
 def test_a_norm_over_all_heads_is_not_divided(tmp_path):

@@ -29,7 +29,6 @@ CASES = [
     Case(cp_size=2, dropout=0.1),
     Case(cp_size=2, tp_size=2, dropout=0.1, model="llama", recompute="full"),
     Case(cp_size=2, tp_size=2, dropout=0.1, sequence_parallel=False, dtype=torch.bfloat16),
-    Case(dp_size=2, cp_size=2, model="llama", dtype=torch.float16, grad_accum_steps=2),
 ]
 
 
