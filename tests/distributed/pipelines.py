@@ -52,8 +52,8 @@ class Case:
         return ModelConfig(**sizes, **MODELS[self.model], tie_embeddings=self.tied, init_std=0.1, **dict(self.more))
 
 
-def pipeline_engine(case, model, topology, placements=None, *, copies=1, fill=None):
-    """Build this rank's engine. `copies`: the number of data-parallel ranks that this process stands for."""
+def pipeline_engine(case, model, topology, placements=None, *, fill=None):
+    """Build this rank's engine."""
     scale = DynamicLossScale(init_scale=2.0**8, growth_interval=1, max_scale=2.0**8)
     return ShardedEngine(
         model,
@@ -61,7 +61,7 @@ def pipeline_engine(case, model, topology, placements=None, *, copies=1, fill=No
         Precision(case.dtype, case.grad_dtype, scale),
         Sharding(units=[*model.blocks], topology=topology, bucket_size=4000, placements=placements or {}),
         clip_grad=0.5,
-        grad_accum_steps=case.micro_batches * copies,
+        grad_accum_steps=case.micro_batches,
         compile_update=False,
         fill=fill,
     )

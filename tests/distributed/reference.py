@@ -1,6 +1,6 @@
 """The plain loop that the engine must equal: one process, no buckets, no shards, every virtual rank in turn."""
 
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -10,16 +10,12 @@ from megamix.mixed_precision.muon import MOMENTUM, Muon
 from megamix.mixed_precision.nag import NAG
 
 
-@dataclass
-class Reference:
-    """The loop's final values by parameter name; master and states FP32, flat, padded with zeros to a
-    multiple of 64.
-    """
+class Reference(NamedTuple):
+    """What the loop gives."""
 
-    masters: dict[str, Tensor]
-    states: dict[str, tuple[Tensor, ...]] = field(default_factory=dict)
-    losses: list[list[float]] = field(default_factory=list)  # per step, for every (rank, micro-batch)
-    grad_norms: list[float] = field(default_factory=list)
+    states: dict[str, dict[str, Tensor]]  # by parameter: "master" and the optimizer's; FP32, flat, zeros up to 64 n
+    losses: list[list[float]]  # per step, for every (rank, micro-batch)
+    grad_norms: list[float]
 
 
 def train_reference(
@@ -40,8 +36,9 @@ def train_reference(
     masters = {
         name: F.pad(param.detach().float().flatten(), (0, -param.numel() % 64)) for name, param in params.items()
     }
+    model.to(settings.dtype)  # frozen parameters, too
     torch_optimizer = _torch_optimizer(optimizer, params, masters)
-    result = Reference(masters)
+    result = Reference({}, [], [])
     for step in range(settings.steps):
         for name, param in params.items():
             param.data = masters[name][: param.numel()].view(param.shape).to(settings.dtype)
@@ -80,8 +77,8 @@ def train_reference(
         result.grad_norms.append(float(grad_norm.float()))
     for name, master in masters.items():
         shape = tuple(params[name].shape)
-        states = [*optimizer.states(name, shape), *optimizer.state_lengths(name, shape)]
-        result.states[name] = tuple(torch_optimizer.state[master][state] for state in states)
+        states = (*optimizer.states(name, shape), *optimizer.state_lengths(name, shape))
+        result.states[name] = {"master": master, **{state: torch_optimizer.state[master][state] for state in states}}
     return result
 
 

@@ -7,7 +7,9 @@ exception, and writes inside are found.
 import itertools
 import random
 import re
-from dataclasses import dataclass
+from collections import namedtuple
+from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -23,12 +25,11 @@ from megamix import (
     Muon,
     ParamGroup,
     Precision,
-    ShardedEngine,
     Sharding,
     WeightAverage,
 )
 from megamix.comm.topology import Topology
-from tests.builders import bf16_engine, loss_of, make_batch, make_model, train_steps
+from tests.builders import bf16_engine, loss_of, make_batch, make_engine, make_model, train_steps
 from tests.checkpoint.state import fp16_engine
 from tests.conftest import FULL
 
@@ -45,18 +46,6 @@ OPTIMIZERS = {
 }
 
 
-@dataclass(frozen=True)
-class Case:
-    shard: str
-    dtype: torch.dtype
-    optimizer: str
-    units: bool
-    tied: bool
-    frozen: bool
-    bucket_size: int | None
-    replicas: int = 1
-
-
 AXES = {
     "shard": ["states", "gradients", "parameters"],
     "dtype": [torch.float16, torch.bfloat16],
@@ -66,11 +55,12 @@ AXES = {
     "frozen": [False, True],
     "bucket_size": [None, 1111],
 }
+Case = namedtuple("Case", (*AXES, "replicas"), defaults=(1,))
 
 
 def _cases(dp_size, count):
     """Return seeded picks from the product of all axes: the first ones have every `shard`."""
-    product = [Case(**dict(zip(AXES, values, strict=True))) for values in itertools.product(*AXES.values())]
+    product = [Case(*values) for values in itertools.product(*AXES.values())]
     product = [case for case in product if case.units or case.shard != "parameters"]
     random.Random(dp_size).shuffle(product)
     each = [next(case for case in product if case.shard == shard) for shard in AXES["shard"]]
@@ -82,11 +72,9 @@ def _build(case):
     model.blocks[1].up.requires_grad_(not case.frozen)
     scale = DynamicLossScale(init_scale=2.0**20, growth_interval=2) if case.dtype == torch.float16 else None
     topology = Topology.connect(replicas=case.replicas) if case.replicas > 1 else None
-    sharding = Sharding(
-        [*model.blocks] if case.units else [], topology, bucket_size=case.bucket_size, shard=case.shard
-    )  # fmt: skip
-    optimizer = OPTIMIZERS[case.optimizer]
-    return ShardedEngine(model, optimizer, Precision(case.dtype, loss_scale=scale), sharding, compile_update=False)
+    units = [*model.blocks] if case.units else []
+    sharding = Sharding(units, topology, bucket_size=case.bucket_size, shard=case.shard)
+    return make_engine(model, OPTIMIZERS[case.optimizer], Precision(case.dtype, loss_scale=scale), sharding)
 
 
 def _padded(weights, trained):
@@ -99,64 +87,47 @@ def _halves(engine):
         return [param.detach().clone() for param in engine.module.parameters()]
 
 
-def _wrong(case):
-    """Return what differs from torch's average of the masters, and the number of skipped steps."""
+def _check(case):
+    """Compare with torch's average of the masters. Return the number of skipped steps."""
     engine = _build(case)
     average = WeightAverage(engine, DECAY)
-    module, rank = engine.module, engine.topology.data.rank
-    trained = [name for name, param in module.named_parameters() if param.requires_grad]
+    trained = [name for name, param in engine.module.named_parameters() if param.requires_grad]
     own = _padded(engine.full_weights(), trained)
-    move, wrong = get_ema_multi_avg_fn(DECAY), []
+    move = get_ema_multi_avg_fn(DECAY)
     for step in range(STEPS):
-        engine.backward(loss_of(module, make_batch(step, rank, 0)))
+        engine.backward(loss_of(engine.module, make_batch(step, engine.topology.data.rank, 0)))
         if not engine.step().found_inf:
             move(own, _padded(engine.full_weights(), trained), None)
     masters, halves = engine.full_weights(), _halves(engine)
-    with average.weights():
-        shown, shown_halves = engine.full_weights(), _halves(engine)
-        with torch.no_grad():
-            logits = module(make_batch(99, 0, 0))
+    with average.weights(), torch.no_grad():
+        shown, shown_halves, logits = engine.full_weights(), _halves(engine), engine(make_batch(99, 0, 0))
     want = {**masters}
     for name, flat in zip(trained, own, strict=True):
         want[name] = flat[: masters[name].numel()].view(masters[name].shape)
         want |= {"head.weight": want["embedding.weight"]} if case.tied else {}
-    wrong += [f"average of {name}" for name in want if not torch.equal(shown[name], want[name])]
     plain = make_model(case.tied).to(case.dtype)
     plain.load_state_dict(want)
-    if not all(map(torch.equal, shown_halves, plain.parameters())):
-        wrong.append("the half parameters that are shown")
     with torch.no_grad():
-        if not torch.equal(logits, plain(make_batch(99, 0, 0))):
-            wrong.append("the logits")
-    after = engine.full_weights()
-    wrong += [f"the master of {name}" for name in masters if not torch.equal(after[name], masters[name])]
-    if not all(map(torch.equal, _halves(engine), halves)):
-        wrong.append("the half parameters after it")
-    moved = [name for name in trained if not torch.equal(want[name], masters[name])]
-    if len(moved) < len(trained) - 2:
-        wrong.append(f"only {moved} moved")
-    return [f"{case}: {what}" for what in wrong], int(engine.skipped_steps)
+        assert torch.equal(logits, plain(make_batch(99, 0, 0))), case
+    assert all(map(torch.equal, shown_halves, plain.parameters())), case
+    assert all(map(torch.equal, _halves(engine), halves)), case
+    for got, right in ((shown, want), (engine.full_weights(), masters)):
+        assert [name for name in right if not torch.equal(got[name], right[name])] == [], case
+    return int(engine.skipped_steps)
 
 
-def _all_wrong(cases):
-    return [_wrong(case) for case in cases]
+def _check_all(cases):
+    for case in cases:
+        assert _check(case) or case.dtype != torch.float16
 
 
 @pytest.mark.parametrize("dp_size", [1, 2, 4])
 def test_the_average_is_that_of_torchs_loop(run_ranks, dp_size):
-    cases = _cases(dp_size, COUNTS[dp_size])
-    by_rank = [_all_wrong(cases)] if dp_size == 1 else run_ranks(_all_wrong, dp_size, cases, deadline_s=600.0)
-    for answers in by_rank:
-        assert [line for wrong, _ in answers for line in wrong] == []
-        assert all(skipped for case, (_, skipped) in zip(cases, answers, strict=True) if case.dtype == torch.float16)
-
-
-def _with_replicas():
-    return [_wrong(Case("states", torch.bfloat16, "adamw", True, True, False, 1111, replicas=2))]
+    run_ranks(_check_all, dp_size, _cases(dp_size, COUNTS[dp_size]), deadline_s=600.0)
 
 
 def test_replicas_average_alike(run_ranks):
-    assert [answer for answers in run_ranks(_with_replicas, 4) for answer in answers] == [([], 0)] * 4
+    run_ranks(_check_all, 4, [Case("states", torch.bfloat16, "adamw", True, True, False, 1111, replicas=2)])
 
 
 def _trained(shard="states"):
@@ -167,67 +138,53 @@ def _trained(shard="states"):
 
 
 def _reads_without_a_wait():
-    """Return whether a plain read gets the right weights at once, inside the block and behind it."""
+    """Read plainly at once, inside the block and behind it."""
     engine, average = _trained()
     masters = engine.full_weights()
     with average.weights():
-        at_once = [param.detach().clone() for param in engine.module.parameters()]
+        at_once = {name: param.detach().clone() for name, param in engine.module.named_parameters()}
         averages = engine.full_weights()
-    behind = [param.detach().clone() for param in engine.module.parameters()]
-    names = [name for name, _ in engine.module.named_parameters()]
-    pairs = ((averages, at_once), (masters, behind))
-    return [
-        all(torch.equal(values[name].bfloat16(), got) for name, got in zip(names, read, strict=True))
-        for values, read in pairs
-    ]
+    for values, read in ((averages, at_once), (masters, dict(engine.module.named_parameters()))):
+        assert all(torch.equal(values[name].bfloat16(), got) for name, got in read.items())
 
 
 def test_no_read_is_stale(run_ranks):
-    assert run_ranks(_reads_without_a_wait, 2) == [[True, True]] * 2
+    run_ranks(_reads_without_a_wait, 2)
 
 
 @pytest.mark.parametrize("shard", ["states", "parameters"])
 def test_an_exception_brings_the_weights_back(shard):
     engine, average = _trained(shard)
     masters, halves = engine.full_weights(), _halves(engine)
-    hook = engine.module.blocks[1].register_forward_pre_hook(_interrupt)
-    with pytest.raises(KeyboardInterrupt), average.weights():
+    interrupted = mock.patch.object(engine.module.blocks[1], "forward", side_effect=KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt), average.weights(), interrupted:
         engine.module(make_batch(0, 0, 0))
-    hook.remove()
     assert all(map(torch.equal, _halves(engine), halves))
     assert all(torch.equal(value, masters[name]) for name, value in engine.full_weights().items())
     engine.backward(loss_of(engine.module, make_batch(2, 0, 0)))
     assert not engine.step().found_inf
 
 
-def _interrupt(module, given):
-    raise KeyboardInterrupt
-
-
-CALLS = {
-    "engine.backward": lambda engine, folder: engine.backward(torch.ones((), requires_grad=True)),
-    "step()": lambda engine, folder: engine.step(),
-    "load_weights()": lambda engine, folder: engine.load_weights({}),
-    "state_dict()": lambda engine, folder: engine.state_dict(),
-    "load_state_dict()": lambda engine, folder: engine.load_state_dict({}),
-    "owned_ranges()": lambda engine, folder: engine.owned_ranges(),
-    "publish_masters()": lambda engine, folder: engine.publish_masters(),
-    "examine_next_step()": lambda engine, folder: engine.examine_next_step(),
-    "Checkpoints.save()": lambda engine, folder: Checkpoints(engine, folder).save({}),
-    "Checkpoints.load()": lambda engine, folder: Checkpoints(engine, folder).load(),
-    "WeightAverage.weights()": lambda engine, folder: engine.averaged_weights().__enter__(),
-}
+CALLS = {  # methods of the engine, and what they are given
+    "step": (), "load_weights": ({},), "state_dict": (), "load_state_dict": ({},), "owned_ranges": (),
+    "publish_masters": (), "examine_next_step": (),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("shard", ["states", "parameters"])
 def test_what_trains_or_saves_is_refused_inside(shard, tmp_path):
     engine, average = _trained(shard)
+    saved = Checkpoints(engine, tmp_path)
+    calls = {f"{name}()": partial(getattr(engine, name), *given) for name, given in CALLS.items()} | {
+        "engine.backward": lambda: engine.backward(torch.ones((), requires_grad=True)),
+        "Checkpoints.save()": lambda: saved.save({}),
+        "Checkpoints.load()": saved.load,
+        "WeightAverage.weights()": lambda: engine.averaged_weights().__enter__(),
+    }
     with average.weights():
-        for name, call in CALLS.items():
-            with pytest.raises(
-                RuntimeError, match=rf"^{re.escape(name)} inside WeightAverage.weights\(\).*end the block"
-            ):
-                call(engine, tmp_path)
+        for name, call in calls.items():
+            with pytest.raises(RuntimeError, match=rf"^{re.escape(name)} inside WeightAverage.weights\(\).*end the"):
+                call()
     engine.backward(loss_of(engine.module, make_batch(2, 0, 0)))
     with pytest.raises(RuntimeError, match=r"WeightAverage.weights\(\) after 1 backward"):
         engine.averaged_weights().__enter__()
@@ -249,21 +206,19 @@ def test_an_earlier_graph_is_refused():
         engine.backward(loss)
 
 
-def test_writes_inside_the_block_are_found():
+def test_writes_inside_the_block_and_before_it_are_found():
+    past = r"parameter head.weight was written past the engine"
     engine, average = _trained()
     with pytest.raises(RuntimeError, match=r"head.weight was written in place"), average.weights(), torch.no_grad():
         engine.module.head.weight.add_(1.0)
     with average.weights():
         engine.module.head.weight.data.add_(1.0)
-    with pytest.raises(RuntimeError, match=r"parameter head.weight was written past the engine"):
+    with pytest.raises(RuntimeError, match=past):
         train_steps(engine)
-
-
-def test_a_write_before_the_block_is_found():
     engine, average = _trained()
     engine.module.head.weight.data.add_(1.0)
-    with pytest.raises(RuntimeError, match=r"parameter head.weight was written past the engine"), average.weights():
-        pass
+    with pytest.raises(RuntimeError, match=past):
+        average.weights().__enter__()
 
 
 @pytest.mark.parametrize("loaded", [False, True])
@@ -275,13 +230,11 @@ def test_a_skipped_step_changes_no_bit(loaded):
     engine.load_state_dict(plain.state_dict())  # which has no average
     if not loaded:
         WeightAverage(engine, DECAY)
-    before = [owned.tensors["average"].clone() for owned in engine.owned_ranges()]
+    before = [owned.tensors["average"].clone().view(torch.int32) for owned in engine.owned_ranges()]
     engine.backward(loss_of(engine.module, make_batch(0, 0, 0)) * float("inf"))
     assert engine.step().found_inf
-    after = [owned.tensors["average"] for owned in engine.owned_ranges()]
-    assert all(
-        torch.equal(one.view(torch.int32), other.view(torch.int32)) for one, other in zip(before, after, strict=True)
-    )
+    after = [owned.tensors["average"].view(torch.int32) for owned in engine.owned_ranges()]
+    assert all(map(torch.equal, before, after))
 
 
 def test_loaded_weights_start_it_anew():
@@ -294,21 +247,20 @@ def test_loaded_weights_start_it_anew():
 
 
 def test_what_cannot_be_kept_is_refused():
+    class TakesTheName(NAG):
+        def states(self, name, shape):
+            return {"average": torch.float32}
+
     engine = bf16_engine()
     with pytest.raises(TypeError, match="engine is a TinyModel; pass the ShardedEngine"):
-        WeightAverage(engine.module, 0.9)  # type: ignore[arg-type]  # the mistake that is tested
+        WeightAverage(engine.module, 0.9)
     with pytest.raises(ValueError, match=r"decay of WeightAverage must be less than 1, got 1.0"):
         WeightAverage(engine, 1.0)
     WeightAverage(engine, 0.9)
     with pytest.raises(ValueError, match=r"keeps an average already, with decay 0.9"):
         WeightAverage(engine, 0.99)
     with pytest.raises(ValueError, match=r"states of embedding.weight has 'average'"):
-        bf16_engine(optimizer=_TakesTheName(lr=0.1))
-
-
-class _TakesTheName(NAG):
-    def states(self, name, shape):
-        return {"average": torch.float32}
+        bf16_engine(optimizer=TakesTheName(lr=0.1))
 
 
 def _another_decay():

@@ -1,25 +1,16 @@
 """Blocks that expert-parallel ranks divide are trained as one process trains the whole parameters, bit for bit, with
-each dtype, optimizer, `shard` and `accumulate`. An overflow in one block moves nothing anywhere. Weights and
-checkpoints go from any number of such ranks to any other, and a copy that differs is named among its holders.
+each dtype, optimizer, `shard` and `accumulate`. An overflow in one block moves nothing anywhere.
 """
 
-import math
-from dataclasses import asdict, dataclass
-from typing import Literal
+from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import nn
 
 from megamix import NAG, AdamW, Muon, Precision, ShardedEngine, Sharding, StaticLossScale
-from megamix.checkpoint.load import load, newest_checkpoint
-from megamix.checkpoint.manifest import RunRecord
-from megamix.checkpoint.save import save
-from megamix.checkpoint.snapshot import take_snapshot
 from megamix.comm.topology import Topology
-from megamix.inspect.replicas import DamagedMemory, check_replicas
-from megamix.mixed_precision.settings import Placement, ReduceDtype, Shard
-from tests.checkpoint.state import all_or_none_of
+from megamix.mixed_precision.settings import Placement
 from tests.distributed.reference import train_reference
 from tests.parallel.layouts import are_equal, assemble, contents, states, with_one_inf
 
@@ -75,20 +66,15 @@ class Case:
     ep_size: int
     optimizer: str = "adamw"
     dtype: torch.dtype = torch.bfloat16
-    reduce_dtype: ReduceDtype = "half"
-    shard: Shard = "states"
-    accumulate: Literal["local", "owner"] = "local"
+    reduce_dtype: str = "half"
+    shard: str = "states"
+    accumulate: str = "local"
     cp_size: int = 1
-    pp_size: int = 1  # of a model that is loaded alone
     bucket_size: int | None = 2000
     clip_grad: float = 0.0
     # What the plain loop asks for.
     steps = 3
     dp_size = RANKS
-
-    def __str__(self):
-        changed = {key: value for key, value in asdict(self).items() if value != getattr(Case, key, None)}
-        return " ".join(f"{key}={value}" for key, value in changed.items())
 
     @property
     def grad_dtype(self):
@@ -108,10 +94,7 @@ class Case:
 
 
 def _engine(case):
-    topology, model = Topology.connect(pp=case.pp_size, cp=case.cp_size, ep_size=case.ep_size), _Model()
-    if case.pp_size > 1:  # a block on each stage, and the head on the last
-        model.blocks = nn.ModuleDict({f"{topology.pp.rank}": model.blocks[topology.pp.rank]})
-        model.head = model.head if topology.pp.rank == 1 else nn.Identity()
+    topology, model = Topology.connect(cp=case.cp_size, ep_size=case.ep_size), _Model()
     ep, placements = topology.along("ep"), {}
     for number, layer in model.blocks.named_children():
         for name, shape in FULL_SHAPES.items():
@@ -184,125 +167,31 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", CASES)
 def test_a_block_moves_as_its_part_of_the_whole(run_ranks, case):
     want, ranks = _plain_loop(case), run_ranks(_train, RANKS, case)
-    kinds, shapes = {"master": want.masters}, {name: tuple(one.shape) for name, one in _Model().named_parameters()}
-    for name, held in want.states.items():
-        for state, values in zip(OPTIMIZERS[case.optimizer].states(name, shapes[name]), held, strict=True):
-            kinds.setdefault(state, {})[name] = values
-    for kind, values in kinds.items():
+    for kind in ranks[0][0]:
         found, shared = assemble([rank[0][kind] for rank in ranks])
-        assert found.keys() == values.keys()
+        assert found.keys() == {name for name, states in want.states.items() if kind in states}
         assert not shared  # each element has one owner in the world
         for name, value in found.items():
-            assert torch.equal(value.flatten(), values[name][: value.numel()]), f"{kind} of {name}"
+            assert torch.equal(value.flatten(), want.states[name][kind][: value.numel()]), f"{case}: {kind} of {name}"
     for _, norms, units in ranks:
         assert norms == want.grad_norms
         assert case.shard != "parameters" or all(bool(unit) == name.startswith("blocks") for name, unit in units)
 
 
 def _call_apart():
-    """Call another block on each rank out of turn, and return what is told."""
+    """Call another block on each rank out of turn."""
     engine = _engine(Case(RANKS, shard="parameters", bucket_size=None))
     _backward(engine, Case(RANKS), 0)
     engine.step()
-    try:
-        engine.module.blocks[engine.topology.world.rank % 2](torch.zeros(1, WIDTH, dtype=torch.bfloat16), 0, 1)
-    except RuntimeError as error:
-        return str(error)
-    return "nothing"
+    own = engine.topology.world.rank % 2
+    told = rf"^unit blocks.{own} is called out of turn here, but blocks.{1 - own} on another rank"
+    with pytest.raises(RuntimeError, match=told):
+        engine.module.blocks[own](torch.zeros(1, WIDTH, dtype=torch.bfloat16), 0, 1)
 
 
 def test_units_with_experts_are_called_by_all_ranks_together(run_ranks):
     """The ranks that own a block, here each alone, cannot know what the others call."""
-    for rank, told in enumerate(run_ranks(_call_apart, RANKS)):
-        here, there = f"blocks.{rank % 2}", f"blocks.{(rank + 1) % 2}"
-        assert told.startswith(f"unit {here} is called out of turn here, but {there} on another rank")
-
-
-def _weights_through_the_engine(case):
-    """Return full weights, this rank's masters, and whether another engine that is given the weights has the same."""
-    source = _engine(case)
-    _backward(source, case, 0)
-    source.step()
-    weights, target = source.full_weights(), _engine(case)
-    target.load_weights({name: weight + 1 for name, weight in weights.items()})
-    target.load_weights(weights)
-    check_replicas(target)
-    mine, loaded = states(source)["master"], states(target)["master"]
-    return weights, mine, are_equal([one.values for one in mine], [one.values for one in loaded])
-
-
-@pytest.mark.parametrize("case", [Case(2), Case(4, shard="parameters")], ids=str)
-def test_full_weights_hold_all_blocks_and_load_again(run_ranks, case):
-    ranks = run_ranks(_weights_through_the_engine, RANKS, case)
-    masters, _ = assemble([owned for _, owned, _ in ranks])
-    for weights, _, same in ranks:
-        assert same
-        assert weights.keys() == masters.keys()
-        assert all(torch.equal(weights[name], masters[name]) for name in masters)
-
-
-def _damage(ep_size, victim, name):
-    engine = _engine(Case(ep_size))
-    if engine.topology.world.rank == victim:
-        dict(engine.module.named_parameters())[name].data.view(-1)[0] += 1
-    try:
-        check_replicas(engine)
-    except DamagedMemory as error:
-        return str(error)
-    return "clean"
-
-
-def test_a_copy_that_differs_is_named_by_the_holders_of_its_block(run_ranks):
-    name = "blocks.1.experts"
-    (told,) = {*run_ranks(_damage, RANKS, 2, 1, name)}
-    assert told.endswith(f"rank 1 differs from the masters; rank 1: the half parameter {name}")
-    (told,) = {*run_ranks(_damage, RANKS, 4, 2, name)}  # a lone holder
-    assert told.endswith(f"rank 2 differs from the masters; rank 2: {name} (half parameter or master)")
-    assert {*run_ranks(_damage, RANKS, 2, RANKS, name)} == {"clean"}
-
-
-def _save(folder, case):
-    engine = _engine(case)
-    for owned in engine.owned_ranges():  # each element another value, the same on any layout
-        number = torch.arange(math.prod(owned.spec.full_shape)).view(owned.spec.full_shape)[owned.spec.block].flatten()
-        for factor, values in enumerate(owned.tensors.values(), start=1):
-            values.copy_(factor * number[owned.start : owned.start + len(values)])
-    engine.publish_masters()
-    save(folder, take_snapshot(engine, RunRecord()), all_or_none_of(engine))
-    return states(engine)
-
-
-def _load(folders, case):
-    """Return this rank's state after each checkpoint."""
-    found = []
-    for folder in folders:
-        engine = _engine(case)
-        checkpoint = newest_checkpoint(folder, all_or_none_of(engine))
-        assert checkpoint is not None
-        load(checkpoint, engine, all_or_none_of(engine))
-        check_replicas(engine)
-        found.append(states(engine))
-    return found
-
-
-LAYOUTS = [
-    (1, Case(1)), (2, Case(2)), (4, Case(4, shard="parameters")), (4, Case(2)), (4, Case(2, cp_size=2)),
-    (4, Case(2, pp_size=2)),
-]  # fmt: skip
-
-
-def test_a_checkpoint_of_any_ep_size_loads_into_every_other(run_ranks, tmp_path):
-    folders = [tmp_path / f"{number}" for number in range(len(LAYOUTS))]
-    saved = [run_ranks(_save, size, folder, case) for folder, (size, case) in zip(folders, LAYOUTS, strict=True)]
-    want = {kind: assemble([rank[kind] for rank in saved[0]])[0] for kind in saved[0][0]}
-    for size, case in LAYOUTS:
-        ranks = run_ranks(_load, size, folders, case)
-        for number in range(len(folders)):
-            for kind, values in want.items():
-                found, shared = assemble([rank[number][kind] for rank in ranks])
-                assert not shared
-                assert found.keys() == values.keys()
-                assert all(torch.equal(found[name], values[name]) for name in values)
+    run_ranks(_call_apart, RANKS)

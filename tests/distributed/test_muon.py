@@ -1,10 +1,7 @@
 """Muon trains on any ranks, with matrices whole in one shard or assembled from pieces: masters, momentum and moments
-are bit for bit those of a plain loop in one process that takes each matrix whole. The memory of travelling matrices is
-freed.
+are bit for bit those of a plain loop in one process that takes each matrix whole.
 """
 
-import random
-import time
 from collections import Counter
 from dataclasses import dataclass
 from unittest import mock
@@ -13,19 +10,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megamix import Precision, ShardedEngine, Sharding, StaticLossScale, tuned
+from megamix import Precision, ShardedEngine, tuned
 from megamix.comm.collectives import GlooCollectives
-from megamix.live_storage import LiveStorage
 from megamix.mixed_precision import muon
 from megamix.mixed_precision.matrix_layout import matrices_of
 from megamix.mixed_precision.muon import Muon, orthogonalised
-from megamix.mixed_precision.observer import DIRECTION, StepObserver
 from megamix.mixed_precision.update_slice import MASTER
-from tests.builders import make_model
 from tests.conftest import FULL, also_wide
 from tests.distributed import test_equals_reference as plain
-from tests.distributed.reference import train_reference
-from tests.distributed.test_equals_reference import GROUPS
+from tests.distributed.test_equals_reference import GROUPS, differences, draw, run_engine
 
 pytestmark = pytest.mark.uncounted
 
@@ -50,77 +43,22 @@ class Case(plain.Case):
     relative: str = "plain"
     fused: bool = False  # `up` holds three matrices
     uncut: bool = True
-    overflow: bool = False  # True: the attempt after the first step overflows
 
-    @property
-    def muon(self):
+    def make_optimizer(self):
         return Muon(
             lr=0.02, groups=GROUPS, ns_dtype=self.ns_dtype, nesterov=self.nesterov, adjust_lr=self.adjust_lr,
             adamw_lr_factor=0.5, fused={"*.up.weight": (13, 20, 7)} if self.fused else {}, **RELATIVES[self.relative],
         )  # fmt: skip
 
 
-AXES = {
-    "dtypes": plain.AXES["dtypes"],
+AXES = {axis: values for axis, values in plain.AXES.items() if axis not in ("optimizer", "units", "frozen")} | {
     "ns_dtype": [torch.bfloat16, torch.float32],
     "nesterov": [True, False],
     "adjust_lr": ["match_rms_adamw", "original", "spectral_norm"],
     "relative": [*RELATIVES, "all"],
     "fused": [False, True],
     "uncut": [True, False],
-    "overflow": [False, True],
-    "bucket_size": [1111, 10**9],
-    "overlap": [True, False],
-    "grad_accum_steps": [1, 3],
-    "clip_grad": [0.0, 0.05],
-    "tied": [True, False],
-    "shard": ["states", "gradients", "parameters"],
-    "accumulate": ["local", "owner"],
-    "flavours": ["all", "differ"],
-    "ends": ["full", "short"],
 }
-
-
-def _cases(dp_size):
-    rng, cases = random.Random(dp_size), []
-    for _ in range(COUNTS[dp_size]):
-        one = {axis: rng.choice(values) for axis, values in AXES.items()}
-        if one["shard"] == "parameters" or one["accumulate"] == "owner":
-            one |= {"flavours": "all", "ends": "full"}  # ranks that differ are tested elsewhere
-        cases.append(Case(*one.pop("dtypes"), dp_size=dp_size, **one))
-    return cases
-
-
-def _train(case, compile_update=False):
-    model = make_model(case.tied)
-    engine = ShardedEngine(
-        model,
-        case.muon,
-        Precision(case.dtype, case.grad_dtype, StaticLossScale(case.loss_scale), case.reduce_dtype),
-        Sharding(
-            [*model.blocks],
-            bucket_size=case.bucket_size,
-            overlap=case.overlap,
-            shard=case.shard,
-            accumulate=case.accumulate,
-        ),
-        clip_grad=case.clip_grad,
-        grad_accum_steps=case.grad_accum_steps,
-        compile_update=compile_update,
-    )
-    norms, rank = [], engine.topology.dp.rank
-    attempts = [(step, False) for step in range(case.steps)]
-    for step, planted in [*attempts[:1], *([(0, True)] if case.overflow else []), *attempts[1:]]:
-        micro_batches = case.micro_batches(step, rank)
-        for micro_batch in range(micro_batches):
-            loss = case.loss(model, step, rank, micro_batch)
-            last = micro_batch == micro_batches - 1
-            engine.backward(loss * torch.inf if planted and rank == 0 and last else loss, last=last)
-        result = engine.step()
-        assert bool(result.found_inf) == planted
-        if not planted:
-            norms.append(float(result.grad_norm))
-    return engine, norms
 
 
 def _laid_out(*, uncut):
@@ -128,29 +66,11 @@ def _laid_out(*, uncut):
     return mock.patch.object(tuned, "MOST_PADDING", 100.0 if uncut else -1.0)
 
 
-def _differences(case, engine, norms, reference):
-    wrong = [] if norms == reference.grad_norms else [f"norms {norms} instead of {reference.grad_norms}"]
-    for owned in engine.owned_ranges():
-        name = owned.spec.name
-        states = dict(zip(case.muon.states(name, owned.spec.full_shape), reference.states[name], strict=False))
-        for state, want in (states | {MASTER: reference.masters[name]}).items():
-            got = owned.tensors[state]
-            if not torch.equal(got, want[owned.start : owned.start + got.numel()]):
-                wrong.append(f"{state} of {name}")
-    for held in engine.held_states():
-        (want,) = reference.states[held.spec.name][1:]
-        (got,) = held.tensors.values()
-        if not torch.equal(got, want[held.spec.block]):
-            wrong.append(f"{[*held.tensors]} of {held.spec.name}")
-    return [f"{case}: {what}" for what in wrong]
-
-
 def check_cases(cases):
     wrong = []
     for case in cases:
-        reference = train_reference(make_model(case.tied), case.loss, case.muon, case)
         with _laid_out(uncut=case.uncut):
-            engine, norms = _train(case)
+            engine, *told = run_engine(case)
         cut = [
             piece
             for bucket in engine.plan.layout.buckets
@@ -161,14 +81,14 @@ def check_cases(cases):
         ]
         if cut and case.uncut:
             wrong.append(f"{case}: a matrix is cut")
-        wrong += _differences(case, engine, norms, reference)
+        wrong += differences(case, engine, *told)
     return wrong
 
 
 @pytest.mark.parametrize("dp_size", also_wide(COUNTS, 2))
 def test_equals_a_plain_loop(run_ranks, dp_size):
-    cases = _cases(dp_size)
-    wrong = [check_cases(cases)] if dp_size == 1 else run_ranks(check_cases, dp_size, cases, deadline_s=900.0)
+    cases = draw(AXES, Case, dp_size, COUNTS[dp_size])
+    wrong = run_ranks(check_cases, dp_size, cases, deadline_s=900.0 if FULL else 60.0)
     assert not any(wrong), "\n".join(sum(wrong, [])[:5])
 
 
@@ -192,7 +112,7 @@ def _counted(uncut, ns_dtype, overflow):
         mock.patch.object(muon, "orthogonalised", counted),
         mock.patch.object(GlooCollectives, "exchange", sent),
     ):
-        engine, _ = _train(case)
+        engine, *_ = run_engine(case)
     matrices = [matrix for bucket in engine.plan.layout.buckets for matrix in matrices_of(bucket)]
     elements = sum(matrix.rows * matrix.columns for matrix in matrices)
     attempts = case.steps + case.overflow
@@ -235,64 +155,10 @@ def test_more_ranks_than_matrices_train_the_same(run_ranks, uncut, owned):
     assert sorted(numel for _, numel in told) == sorted(owned)
 
 
-SCALARS = 4096  # bytes of small tensors
-
-
-def _live():
-    """Return the bytes beside those between steps, when this rank orthogonalises a matrix and when it has its shard's
-    directions; and the elements of the matrix and of the shard.
-    """
-    model = torch.nn.Linear(512, 256, bias=False)
-    with _laid_out(uncut=False):
-        engine = ShardedEngine(model, Muon(lr=0.1), Precision(torch.bfloat16), compile_update=False)
-    (bucket,) = engine.plan.layout.buckets
-    numel, shard = model.weight.numel(), bucket.shard_numel
-    seen = []
-
-    def count(held=0):
-        """Count once there is no more than `held`: Gloo's thread releases sent tensors a moment after the wait for
-        them.
-        """
-        end_s = time.monotonic() + 5.0
-        tracker._recount()
-        while seen and tracker.live_bytes > seen[0] + held + SCALARS and time.monotonic() < end_s:
-            time.sleep(0.01)
-            tracker._recount()
-        seen.append(tracker.live_bytes)
-
-    def counted(matrix, optimizer):
-        count(2 * 2 * numel)
-        return orthogonalised(matrix, optimizer)
-
-    observer = StepObserver()
-    observer.on_use = lambda what, *_: count((4 + 2) * shard) if what == DIRECTION else None
-    with LiveStorage() as tracker:
-        engine.backward(model(torch.ones(1, 512, dtype=torch.bfloat16)).float().sum())
-        engine.step()  # touches what is held between steps, which is counted from then on
-        engine.backward(model(torch.ones(1, 512, dtype=torch.bfloat16)).float().sum())
-        count()
-        with mock.patch.object(muon, "orthogonalised", counted), engine.observe(observer):
-            engine.step()
-    between, *more = seen
-    return [each - between for each in more], numel, shard
-
-
-def test_what_has_travelled_has_no_memory(run_ranks):
-    """Check the memory at two moments. While a matrix is orthogonalised there are only the received pieces and the
-    whole matrix, in BF16. When directions are ready there are these, in FP32, and the pieces that came back.
-    """
-    told = run_ranks(_live, 2)
-    (home,) = [live for live, *_ in told if len(live) == 2]
-    (other,) = [live for live, *_ in told if len(live) == 1]
-    _, numel, shard = told[0]
-    assert home == pytest.approx([2 * 2 * numel, (4 + 2) * shard], abs=SCALARS)
-    assert other == pytest.approx([(4 + 2) * shard], abs=SCALARS)
-
-
 def _weights(uncut):
     case = Case(torch.bfloat16, torch.bfloat16, dp_size=dist.get_world_size(), clip_grad=0.05)
     with _laid_out(uncut=uncut):
-        engine, _ = _train(case, compile_update=True)
+        engine, *_ = run_engine(case, compile_update=True)
     assert engine.update_path == "compiled"
     return engine.full_weights()
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megamix import NAG, AdamW, DynamicLossScale, Precision
+from megamix import DynamicLossScale, Precision
 from tests.builders import loss_of, make_batch, make_engine, make_model
 from tests.conftest import FULL
 
@@ -36,13 +36,13 @@ class Injector:
         return grad
 
 
-def _build(optimizer, dtype, reduce_dtype="half"):
+def _build(dtype, reduce_dtype="half"):
     model = make_model()
     injector = Injector(model)
     scale = DynamicLossScale(init_scale=2.0**8, growth_interval=1, max_scale=2.0**8)
     precision = Precision(dtype, loss_scale=scale, reduce_dtype=reduce_dtype)
     settings = {"clip_grad": 0.5, "grad_accum_steps": ACCUM}
-    return make_engine(model, optimizer, precision, shard="states", bucket_size=1500, **settings), injector
+    return make_engine(model, None, precision, shard="states", bucket_size=1500, **settings), injector
 
 
 def _step(engine, injector, step):
@@ -61,11 +61,11 @@ def _everything(engine):
     return [tensor.clone() for tensor in held]
 
 
-def _inject_everywhere(optimizer, dtype, values, all_ranks, reduce_dtype="half", some=False):
+def _inject_everywhere(dtype, values, all_ranks, reduce_dtype="half", some=False):
     """Return (number of injections, failures) over every rank x bucket x micro-batch x value; with `some`, one
     micro-batch and value in each bucket of each rank.
     """
-    engine, injector = _build(optimizer, dtype, reduce_dtype)
+    engine, injector = _build(dtype, reduce_dtype)
     me, dp_size = engine.topology.dp.rank, engine.topology.dp.size
     wrong, count, step = [], 0, 0
     _step(engine, injector, step)
@@ -97,39 +97,31 @@ def _inject_everywhere(optimizer, dtype, values, all_ranks, reduce_dtype="half",
     return count, wrong
 
 
-@pytest.mark.parametrize("optimizer", [AdamW(lr=0.01), NAG(lr=0.01)], ids=["adamw", "nag"])
-@pytest.mark.parametrize("dp_size", [1, 2, 4])
-def test_a_non_finite_value_anywhere_changes_nothing(run_ranks, optimizer, dp_size):
+@pytest.mark.parametrize(("dp_size", "reduce_dtype"), [(1, "half"), (2, "half"), (2, "half_fp32_sum"), (4, "half")])
+def test_a_non_finite_value_anywhere_changes_nothing(run_ranks, dp_size, reduce_dtype):
     values = [float("inf"), float("-inf"), float("nan")]
     some = dp_size == 4 and not FULL
-    args = (optimizer, torch.float16, values, False, "half", some)
-    answers = [_inject_everywhere(*args)] if dp_size == 1 else run_ranks(_inject_everywhere, dp_size, *args)
+    answers = run_ranks(_inject_everywhere, dp_size, torch.float16, values, False, reduce_dtype, some)
     assert not sum((wrong for _, wrong in answers), [])
     moments = 1 if some else ACCUM * len(values)
     assert min(count for count, _ in answers) >= dp_size * 3 * moments  # at least three buckets
 
 
-def test_a_non_finite_value_on_one_rank_changes_nothing_where_sums_stay_in_fp32(run_ranks):
-    args = (AdamW(lr=0.01), torch.float16, [float("-inf"), float("nan")], False, "half_fp32_sum")
-    for count, wrong in run_ranks(_inject_everywhere, 2, *args):
-        assert count >= 2 * 3 * ACCUM * 2
-        assert not wrong
-
-
 @pytest.mark.parametrize(("dtype", "value"), [(torch.float16, 40_000.0), (torch.bfloat16, 3e38)])
 def test_finite_gradients_whose_sum_overflows_change_nothing(run_ranks, dtype, value):
-    for count, wrong in run_ranks(_inject_everywhere, 2, AdamW(lr=0.01), dtype, [value], True):
+    for count, wrong in run_ranks(_inject_everywhere, 2, dtype, [value], True):
         assert count >= 3 * ACCUM
         assert not wrong
 
 
 def _finite_but_too_large_to_square():
-    engine, injector = _build(AdamW(lr=0.01), torch.bfloat16)
+    engine, injector = _build(torch.bfloat16)
     before = _everything(engine)
     injector.target = ("norm.weight", 0, 1e25) if dist.get_rank() == 1 else None
     result = _step(engine, injector, 0)
-    return bool(result.found_inf) and all(map(torch.equal, before, _everything(engine)))
+    assert result.found_inf
+    assert all(map(torch.equal, before, _everything(engine)))
 
 
 def test_a_finite_gradient_too_large_to_square_counts_as_overflow(run_ranks):
-    assert run_ranks(_finite_but_too_large_to_square, 2) == [True, True]
+    run_ranks(_finite_but_too_large_to_square, 2)

@@ -3,18 +3,17 @@ It computes the same bits and never makes the host wait for a GPU.
 """
 
 import threading
-from contextlib import ExitStack, nullcontext
-from dataclasses import replace
+from contextlib import nullcontext
 
 import pytest
 import torch
 
-from megamix import AdamW, Precision, ShardedEngine, Sharding
+from megamix import Precision, Sharding
 from megamix.comm import timeline as timeline_module
 from megamix.comm.collectives import Pending
 from megamix.comm.timeline import Timeline, Transfer
 from megamix.report.profiling import Transfers
-from tests.builders import loss_of, make_batch, make_model
+from tests.builders import make_engine, make_model, train_step
 
 
 class Work:
@@ -62,34 +61,26 @@ def test_an_error_of_a_transfer_reaches_who_waits_for_it():
         pending.wait()
 
 
-def _watched_and_not(sharding, precision):
-    def trained(timelines):
+def _watched_and_not(overlap, reduce_dtype):
+    weights, timelines = [], []
+    for watched in (2, 0):
         model = make_model(tied=False)
-        own = replace(sharding, units=[*model.blocks])
-        engine = ShardedEngine(model, AdamW(lr=0.01), precision, own, clip_grad=1.0, compile_update=False)
+        sharding = Sharding([*model.blocks], bucket_size=1500, overlap=overlap)
+        engine = make_engine(model, None, Precision(torch.bfloat16, reduce_dtype=reduce_dtype), sharding, clip_grad=1.0)
         for step in range(3):
-            with ExitStack() as observed:
-                if step in range(len(timelines)):
-                    timelines[step] = Timeline(engine.device)
-                    observed.enter_context(engine.observe(Transfers(timelines[step])))
-                engine.backward(loss_of(model, make_batch(step, engine.topology.dp.rank, 0)))
-                engine.step()
-        engine.wait()
-        return engine
-
-    timelines = [None, None]
-    watched, plain = trained(timelines), trained([])
-    pairs = zip(watched.buckets, plain.buckets, strict=True)
-    equal = all(torch.equal(one.master, other.master) for one, other in pairs)
-    return [timeline.transfers() for timeline in timelines], len(plain.buckets), equal
+            timeline = Timeline(engine.device)
+            with engine.observe(Transfers(timeline)) if step < watched else nullcontext():
+                train_step(engine, step)
+            timelines += [timeline] if step < watched else []
+        weights.append(engine.full_weights())
+    equal = all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
+    return [timeline.transfers() for timeline in timelines], len(engine.buckets), equal
 
 
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("reduce_dtype", ["half", "half_fp32_sum"])
 def test_watched_steps_compute_the_same_bits_and_tell_of_every_bucket(run_ranks, overlap, reduce_dtype):
-    sharding = Sharding(bucket_size=1500, overlap=overlap)
-    precision = Precision(torch.bfloat16, reduce_dtype=reduce_dtype)
-    for steps, buckets, equal in run_ranks(_watched_and_not, 2, sharding, precision):
+    for steps, buckets, equal in run_ranks(_watched_and_not, 2, overlap, reduce_dtype):
         assert equal
         assert buckets > 3
         for transfers in steps:
@@ -135,6 +126,5 @@ def test_a_gpu_tells_by_events_alone_until_all_is_over(monkeypatch):
     timeline, pending = Timeline(torch.device("cuda", 0)), Pending(Ordered())
     timeline.watch("all_gather", 1, pending)
     pending.wait()
-    order = ["compute", "compute", "beside waits", "beside", "compute", "compute waits", "compute"]
-    assert recorded == order
+    assert recorded == ["compute", "compute", "beside waits", "beside", "compute", "compute waits", "compute"]
     assert timeline.transfers() == [Transfer("all_gather", 1, 1.0, 3.0, 4.0, 2.0)]

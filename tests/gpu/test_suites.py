@@ -19,16 +19,10 @@ SUITES = {
         "test_an_engine_dropped_in_flight_leaves_the_group_to_the_next",
     },
 }
-# These look at what Gloo alone has, compile, or compute beside the ranks on the CPU.
-NOT_HERE = {
-    "test_the_sum_is_as_exact_as_fp32_and_its_statistics_are_those_of_the_shard",
-    "test_the_late_gather_catches_a_missing_wait",
-    "test_compiled_blocks_with_a_compiled_update_train_alike_in_one_graph",
-}
 for suite, sample in SUITES.items():
     for name, member in vars(suite).items():
         takes_ranks = name.startswith("test_") and "run_ranks" in inspect.signature(member).parameters
-        if name in sample or (FULL and takes_ranks and name not in NOT_HERE):
+        if name in sample or (FULL and takes_ranks):
             globals()[name] = member
 
 
