@@ -6,7 +6,7 @@
 #   --install-only   stop after the install
 #   --changed        the tests that a change since main can reach by imports, the nearest first, for three minutes
 #   --full           the large counts of the tests as well (MEGAMIX_FULL=1)
-#   --coverage       count the lines that tests run, too, half as long again; less than 95 % fails
+#   --coverage       count the lines that tests run, too, which takes longer; less than 95 % fails
 #   --oldest         instead of all that, a handful of tests with the oldest torch allowed, in the CUDA build of PyPI and
 #                    on Python 3.12, as GPU images have them; in .venv-oldest (6 GB), 10 minutes at most on two cores
 #   pytest arguments choose tests; coverage is then shown but not judged, and ruff and mypy still run

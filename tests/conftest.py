@@ -3,23 +3,18 @@
 torch and what imports it are imported below: the process that hands tests out to others does without.
 """
 
-import contextlib
 import gc
-import importlib
 import math
 import os
-import pkgutil
 import signal
 import sys
 import time
-from collections import Counter
 
 import pytest
 
-import megamix
 from megamix import progress
 from tests import devices
-from tests.programs import count_no_lines_in_programs, counting, lines_counted, mapped
+from tests.programs import counting, map_programs, mapped
 
 # The counts that an issue names are run by `./launch/test.sh --full`; otherwise seeded samples of each sweep.
 FULL = os.environ.get("MEGAMIX_FULL") == "1"
@@ -56,18 +51,6 @@ def pytest_runtest_setup(item):
         pytest.skip("the time of --seconds is over")
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_collection(session):
-    """Count no covered lines while tests are found, but those of the package's imports: ten seconds less."""
-    if counting() is not None and not getattr(session.config.option, "numprocesses", None):  # else it hands them out
-        for module in pkgutil.walk_packages(megamix.__path__, "megamix."):
-            if not module.name.endswith("__main__"):
-                with contextlib.suppress(ImportError):  # of an extra that is not installed
-                    importlib.import_module(module.name)
-    with lines_counted(False):
-        return (yield)
-
-
 def also_wide(values, *chosen):
     """Return the values of a parametrised test, of which the chosen ones run once more with halves computed wide."""
 
@@ -77,43 +60,23 @@ def also_wide(values, *chosen):
     return [marked(value) if value in chosen else value for value in values]
 
 
-CASES_COUNTED = 3  # of a test with many: the others run the same lines, and counting lines doubles a test's time
-counts = True  # covered lines, in the test that runs: see the marker `uncounted`
-
-
 def pytest_collection_modifyitems(config, items):
     if (device := config.getoption("device")) != "cpu":
         chosen = devices.chosen(device, items)
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = chosen
-    seen = Counter()
-    for item in items:
-        test = item.nodeid.partition("[")[0]
-        seen[test] += 1
-        if seen[test] > CASES_COUNTED:
-            item.add_marker("uncounted")
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item):
-    """Count no covered lines in a test that says so."""
-    global counts
-    counts = item.get_closest_marker("uncounted") is None
-    with lines_counted(counts):
-        return (yield)
-
-
-def _on_rank(test, counts, device, case, *args):
+def _on_rank(test, device, case, *args):
     import torch.distributed as dist
 
-    counts &= dist.get_rank() == 0
-    with lines_counted(counts), mapped(test, counts), devices.default_device(device):
+    with mapped(test, dist.get_rank() == 0), devices.default_device(device):
         return case(*args)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def processes(pytestconfig):
-    """This one has one thread; ranks inherit what tests import, and programs count no lines."""
+    """This one has one thread, and ranks inherit what tests import."""
     import torch
 
     from megamix.tools import ranks
@@ -121,8 +84,7 @@ def processes(pytestconfig):
     torch.set_num_threads(1)
     ranks.PRELOADED.append("tests.train.fresh_ranks")  # and what that imports: pytest, a job's command line
     ranks.PRELOADED[:0] = devices.preloaded(pytestconfig.getoption("device"))
-    # Not when this file is imported: the processes that run the tests are programs of the one that hands them out.
-    count_no_lines_in_programs()
+    map_programs()
 
 
 def pytest_sessionfinish():
@@ -209,7 +171,7 @@ class RankPools:
         if on_gpu:  # its minutes are few, and nothing there is compiled
             deadline_s = min(deadline_s or devices.DEADLINE_S, devices.DEADLINE_S)
         test = os.environ.get("PYTEST_CURRENT_TEST", "")
-        return self._pools[world_size].call(_on_rank, test, counts, self._device, case, *args, deadline_s=deadline_s)
+        return self._pools[world_size].call(_on_rank, test, self._device, case, *args, deadline_s=deadline_s)
 
     def close(self):
         """End the ranks, and with them what plugins registered there. The next case starts new ones."""

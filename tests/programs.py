@@ -4,7 +4,6 @@ import contextlib
 import os
 import resource
 import sys
-import threading
 from unittest import mock
 
 import numpy as np
@@ -15,21 +14,6 @@ MAP_FOLDER = "MEGAMIX_LINE_MAP"  # environment variable: the folder of a map in 
 def counting():
     """Return this process's coverage, None where no lines are counted."""
     return sys.modules["coverage"].Coverage.current() if "coverage" in sys.modules else None
-
-
-@contextlib.contextmanager
-def lines_counted(counts):
-    """Count no covered lines until the end of the block unless it `counts`."""
-    before = sys.gettrace(), threading.gettrace()
-    if not counts:
-        sys.settrace(None)
-        threading.settrace(None)  # type: ignore[arg-type]
-    try:
-        yield
-    finally:
-        if not counts:
-            sys.settrace(before[0])
-            threading.settrace(before[1])  # type: ignore[arg-type]
 
 
 @contextlib.contextmanager
@@ -49,19 +33,10 @@ def mapped(test, counts):
         running.save()
 
 
-def stop_counting():
-    """Count no more lines in this process: counting costs 38 % more processor time."""
-    if (coverage := counting()) is not None:
-        coverage.stop()
-
-
-def count_no_lines_in_programs():
-    """Take away what makes Python count covered lines in programs: importing torch takes half as long again, and so
-    does each step. The tests of each room count its lines. Only a map of lines (tests/line_map.py) wants theirs.
-    """
-    for name in ("COVERAGE_PROCESS_START", "COVERAGE_PROCESS_CONFIG"):
-        os.environ.pop(name, None)
+def map_programs():
+    """Let programs count their lines for the test that starts them, if a map of lines is in the making."""
     if (folder := os.environ.get(MAP_FOLDER)) is not None:
+        os.environ.pop("COVERAGE_PROCESS_CONFIG", None)
         os.environ["COVERAGE_PROCESS_START"] = f"{folder}/settings.ini"
 
 

@@ -37,7 +37,6 @@ def _losses(printed):
     return [float(loss) for loss in re.findall(r"loss ([\d.]+)", printed)]
 
 
-@pytest.mark.uncounted
 @pytest.mark.parametrize("folder", SECTIONS)
 def test_a_script_prints_the_same_losses_before_and_after(folder, run_ranks, tmp_path):
     before, after = (run_ranks(_printed, 2, EXAMPLES / folder / f"{name}.py", tmp_path) for name in ("before", "after"))
@@ -55,7 +54,6 @@ IN_FP32 = {
 }
 
 
-@pytest.mark.uncounted
 def test_in_fp32_they_print_the_same_losses_too(run_ranks, tmp_path):
     for name in ("before", "after"):
         code = (EXAMPLES / "from_ddp" / f"{name}.py").read_text(encoding="utf-8")
@@ -126,7 +124,6 @@ def _page(folder):
     return numbers, gaps, after["Checkpoints"]["engine"].full_weights()
 
 
-@pytest.mark.uncounted
 def test_every_block_runs_on_two_ranks_and_one_goes_on_from_their_checkpoint(run_ranks, tmp_path):
     for (lr, updates, held_out), gaps, _ in (answers := run_ranks(_page, 2, tmp_path)):
         assert lr == pytest.approx(1e-2 / 2)  # after ten updates
@@ -143,7 +140,6 @@ def test_every_block_runs_on_two_ranks_and_one_goes_on_from_their_checkpoint(run
         assert all(torch.equal(saved[name], alone[name]) for name in alone)
 
 
-@pytest.mark.uncounted
 @pytest.mark.parametrize("program", sorted(path.stem for path in EXAMPLES.glob("*.py")))
 def test_an_example_prints_a_loss_that_falls(program, tmp_path):
     printed = _printed(EXAMPLES / f"{program}.py", tmp_path)

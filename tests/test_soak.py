@@ -2,14 +2,11 @@
 faults, and otherwise the soak reports it.
 """
 
-import pytest
-
 from tests.soak import Fight, faults_of, soak
 
 SEED = 43  # strikes with a flipped bit, SIGINT, a death in a save and a full disk
 
 
-@pytest.mark.uncounted
 def test_a_short_soak_passes_and_finds_what_is_wrong(tmp_path, capsys):
     wrong, _ = soak(tmp_path, steps=90, every=16, seed=SEED)
     told = capsys.readouterr().out

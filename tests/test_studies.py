@@ -29,8 +29,6 @@ from long_runs import Curve
 
 from tests.conftest import FULL
 
-pytestmark = pytest.mark.uncounted
-
 ROOT = Path(__file__).parents[1]
 STUDIES = (
     bf16_moments, bf16_rounding, experts, fp8, gemm_accumulation, loss_scales, memory, optimizers, overflow, passes,

@@ -103,7 +103,6 @@ def test_each_engine_has_its_own_scale_and_a_plain_model_has_none_though_a_backw
     assert all(map(torch.equal, *grads))
 
 
-@pytest.mark.uncounted
 def test_compiled_blocks_read_the_factor_in_backward():
     torch._dynamo.reset()
     layer = nn.Linear(4, 4)
@@ -147,7 +146,6 @@ def _compare(cases):
         assert any(weights[name].any() for name in weights if name.endswith("balance.value")), "no bias has moved"
 
 
-@pytest.mark.uncounted
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_stages_of_a_pipeline_add_losses_and_counts_as_one_process_does(run_ranks, dtype):
     more = (("experts", EXPERTS),)

@@ -149,7 +149,6 @@ def _counts(result):
     return [result.tallied[name].tolist() for name in NAMES]
 
 
-@pytest.mark.uncounted
 def test_compiled_blocks_count_in_one_graph():
     backend = mock.Mock(side_effect=lambda graph, inputs: graph)
 

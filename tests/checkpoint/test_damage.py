@@ -73,7 +73,6 @@ def _flip_late(path):
     _flip(path, 8 * path.stat().st_size - 1000)
 
 
-@pytest.mark.uncounted
 def test_one_wrong_bit_anywhere_is_found(ready, refused):
     rng = random.Random(0)
     for number in range(FLIPS):
@@ -82,7 +81,6 @@ def test_one_wrong_bit_anywhere_is_found(ready, refused):
         refused(lambda path, name=name, bit=bit: _flip(path / name, bit), name)
 
 
-@pytest.mark.uncounted
 def test_a_file_that_ends_early_is_found(ready, refused):
     rng = random.Random(1)
     for number in range(TRUNCATIONS):

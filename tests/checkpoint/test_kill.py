@@ -13,13 +13,11 @@ from megamix.tools.ranks import RankFailure, RankPool
 from tests.checkpoint.faults import CALLS, FaultyFiles, kill, kill_in_the_middle, listing
 from tests.checkpoint.state import all_or_none_of, fill, fp16_engine, make_saver, resume, save_steps
 from tests.conftest import FULL
-from tests.programs import lines_counted
 
 SHARDS = ("states", "parameters")
 SAMPLE = 12  # points, where not all are taken
 
 
-@lines_counted(False)  # they would die with the rank
 def _save_step_3(folder, shard, victim, at, midway, beside):
     engine = fp16_engine(shard=shard)
     fill(engine, 3)
@@ -64,7 +62,6 @@ def _points(calls):
     return [*kinds.values(), *others[: SAMPLE - len(kinds)]]
 
 
-@pytest.mark.uncounted
 def test_a_kill_at_any_call_leaves_the_newest_complete_checkpoint(run_ranks, tmp_path):
     ready = tmp_path / "ready"
     run_ranks(save_steps, 2, ready, [1, 2])

@@ -44,7 +44,6 @@ NORMUON = Muon(lr=0.02, row_beta2=0.9, fused={"*.up.weight": (13, 20, 7)})
 GROUPED = AdamW(lr=0.01, groups=(ParamGroup(pattern="blocks.1.*", lr_factor=0.5),))
 
 
-@pytest.mark.uncounted
 @pytest.mark.parametrize(
     ("saved", "loaded", "optimizer", "own"),
     [

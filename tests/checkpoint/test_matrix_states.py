@@ -4,7 +4,6 @@ matrices come to the rank that computes with the matrix.
 
 from unittest import mock
 
-import pytest
 import torch
 
 from megamix import tuned
@@ -45,7 +44,6 @@ def _loaded(layout, folders):
     return len(engine.held_states()), wrong
 
 
-@pytest.mark.uncounted
 def test_every_mesh_loads_what_every_other_saved(run_ranks, tmp_path):
     folders = [tmp_path / layout for layout in LAYOUTS]
     for (layout, size), folder in zip(LAYOUTS.items(), folders, strict=True):

@@ -4,7 +4,6 @@ lacks starts from its masters; one that nobody keeps is dropped; the log says ei
 
 import logging
 
-import pytest
 import torch
 
 from megamix import Checkpoints, WeightAverage
@@ -44,7 +43,6 @@ def _same(one, other):
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-@pytest.mark.uncounted
 def test_any_layout_loads_the_average(run_ranks, tmp_path):
     for size, shard in ((1, "gradients"), (2, "parameters")):
         folder = tmp_path / shard

@@ -41,7 +41,6 @@ def _changed_right_after(folder):
     return wrong
 
 
-@pytest.mark.uncounted
 def test_what_changes_right_after_the_start_is_not_saved(run_ranks, tmp_path):
     for wrong in run_ranks(_changed_right_after, 2, tmp_path / "checkpoints"):
         assert wrong == [[]] * REPEATS

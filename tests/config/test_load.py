@@ -170,7 +170,6 @@ def test_the_file_itself_may_be_a_pipe():
     os.close(readable)
 
 
-@pytest.mark.uncounted
 def test_no_change_of_a_file_s_bytes_ends_in_anything_but_lines(tmp_path):
     """Bit rot, and a slip of an editor."""
     whole = (CONFIGS / "base.toml").read_bytes()

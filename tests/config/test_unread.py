@@ -256,7 +256,6 @@ def some_layers(rng):
     return layers
 
 
-@pytest.mark.uncounted
 def test_what_is_accepted_is_shown_and_loads_equal_and_what_is_refused_names_its_key(tmp_path):
     counts = {"accepted": 0, "with a line": 0, "refused": 0}
     for seed in range(20000 if FULL else 160):

@@ -17,23 +17,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from megamix import (
-    NAG,
-    AdamW,
-    Checkpoints,
-    DynamicLossScale,
-    Muon,
-    ParamGroup,
-    Precision,
-    Sharding,
-    WeightAverage,
-)
+from megamix import NAG, AdamW, Checkpoints, DynamicLossScale, Muon, ParamGroup, Precision, Sharding, WeightAverage
 from megamix.comm.topology import Topology
 from tests.builders import bf16_engine, loss_of, make_batch, make_engine, make_model, train_steps
 from tests.checkpoint.state import fp16_engine
 from tests.conftest import FULL
-
-pytestmark = pytest.mark.uncounted
 
 DECAY = 0.7
 STEPS = 7

@@ -67,7 +67,6 @@ CASES = [
 ]
 
 
-@pytest.mark.uncounted
 @pytest.mark.parametrize(("optimizer", "num_states", "grad_dtype", "reduce_dtype", "formula"), CASES)
 @pytest.mark.parametrize("dp_size", [1, 2, 4])
 def test_live_bytes_equal_the_formula(run_ranks, optimizer, num_states, grad_dtype, reduce_dtype, formula, dp_size):
@@ -119,7 +118,6 @@ def _passing_bytes(shard, reduce_dtype):
     return [_live(tracker, resident), watched[-1].most, watched[-1].most_waiting], [resident, peak, waiting]
 
 
-@pytest.mark.uncounted
 @pytest.mark.parametrize("dp_size", [1, 2, 4])
 def test_what_comes_and_goes_is_not_there_between_steps(run_ranks, dp_size):
     for case in itertools.product(["gradients", "parameters"], ["half", "half_fp32_sum"]):

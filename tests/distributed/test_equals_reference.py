@@ -16,8 +16,6 @@ from tests.builders import loss_of, make_batch, make_model
 from tests.conftest import FULL
 from tests.distributed.reference import train_reference
 
-pytestmark = pytest.mark.uncounted
-
 GROUPS = (ParamGroup(pattern="blocks.1.*", lr_factor=0.5), ParamGroup(pattern="*.gain", weight_decay=0.3))
 NAG_SETTINGS = {"lr": 0.1, "weight_decay": 0.02, "groups": GROUPS}
 OPTIMIZERS = {

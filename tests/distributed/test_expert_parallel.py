@@ -14,8 +14,6 @@ from megamix.mixed_precision.settings import Placement
 from tests.distributed.reference import train_reference
 from tests.parallel.layouts import are_equal, assemble, contents, states, with_one_inf
 
-pytestmark = pytest.mark.uncounted
-
 RANKS, WIDTH = 4, 16
 FULL_SHAPES = {"experts": (4, 16, WIDTH), "rows": (64, WIDTH)}  # divided in dim 0
 

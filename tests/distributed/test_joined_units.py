@@ -16,8 +16,6 @@ from torch.utils.checkpoint import checkpoint
 from megamix.mixed_precision.census import _joined
 from tests.builders import LENGTH, MODEL_VOCAB, WIDTH, Block, bf16_engine, make_batch
 
-pytestmark = pytest.mark.uncounted
-
 BLOCKS = 9  # 2,041 elements each, of 19,809: four units of two blocks, and one of one
 
 

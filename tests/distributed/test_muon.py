@@ -20,8 +20,6 @@ from tests.conftest import FULL, also_wide
 from tests.distributed import test_equals_reference as plain
 from tests.distributed.test_equals_reference import GROUPS, differences, draw, run_engine
 
-pytestmark = pytest.mark.uncounted
-
 COUNTS = {1: 20, 2: 50, 3: 25, 4: 40, 8: 15, 16: 3} if FULL else {1: 3, 2: 5, 3: 2, 4: 4, 8: 1}
 
 

@@ -12,8 +12,6 @@ from megamix import DynamicLossScale, Precision
 from tests.builders import loss_of, make_batch, make_engine, make_model
 from tests.conftest import FULL
 
-pytestmark = pytest.mark.uncounted
-
 ACCUM = 2
 
 

@@ -16,8 +16,6 @@ from tests.builders import bf16_engine, loss_of, make_batch, make_model, train_s
 from tests.distributed.late_gather import late_gathers
 from tests.distributed.test_equals_reference import Case, differences, run_engine
 
-pytestmark = pytest.mark.uncounted
-
 
 def _train_with_late_gathers(units, tied):
     case = Case(torch.bfloat16, torch.bfloat16, dp_size=2, bucket_size=1500, units=units, tied=tied)

@@ -108,7 +108,6 @@ PACKED = [
 ]
 
 
-@pytest.mark.uncounted
 @pytest.mark.parametrize(
     ("ranks", "cases"),
     [
@@ -121,13 +120,11 @@ def test_every_schedule_equals_one_process(run_ranks, ranks, cases):
     assert run_ranks(_all_differences, ranks, cases, deadline_s=DEADLINE_S) == [[]] * ranks
 
 
-@pytest.mark.uncounted
 def test_four_stages_and_eight_equal_one_process(run_ranks):
     cases = _picks(1000, pp_size=4)
     assert run_ranks(_all_differences, 4, cases[: None if FULL else 2], deadline_s=DEADLINE_S) == [[]] * 4
 
 
-@pytest.mark.uncounted
 def test_an_evaluation_in_two_parts_equals_one_process(run_ranks):
     cases = [
         Case(schedule=schedule, dtype=FP16, packed=True, rounds=8) for schedule in [*SCHEDULES][:: 1 if FULL else 2]
@@ -194,7 +191,6 @@ def _all_tied(cases):
     return [f"{case}: {line}" for case in cases for line in _tied(case)]
 
 
-@pytest.mark.uncounted
 def test_a_tied_table_is_summed_over_both_ends_and_stays_equal(run_ranks):
     cases = [
         Case(schedule=schedule, dtype=dtype, grad_dtype=grad_dtype, model=model, rounds=rounds, tied=True)

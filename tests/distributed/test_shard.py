@@ -24,8 +24,6 @@ from megamix.comm.topology import Topology
 from megamix.mixed_precision.observer import StepObserver
 from tests.builders import bf16_engine, compiled_model, loss_of, make_batch, make_engine, make_model, train_step
 
-pytestmark = pytest.mark.uncounted
-
 
 def _engine(shard="parameters", group=None, compiled=False, grad_accum_steps=1):
     model = compiled_model(tied=False) if compiled else make_model(tied=False)

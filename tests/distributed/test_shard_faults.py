@@ -19,8 +19,6 @@ from megamix import Sharding
 from tests.builders import bf16_engine, loss_of, make_batch, make_engine, make_model, train_step
 from tests.distributed.test_shard import _engine, _fails, _PlantedError, held_bytes
 
-pytestmark = pytest.mark.uncounted
-
 _TIMEOUT_S = 3  # seconds of a wait that nobody ends
 
 

@@ -91,7 +91,6 @@ STEPS = 20 if FULL else 2
 RANKS = [2, 4] if FULL else [2]
 
 
-@pytest.mark.uncounted
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize(
     ("units", "names", "waits"),

@@ -64,7 +64,6 @@ def _assert_passes(run_ranks, configs):
         assert 0 < verdict.worst["gradient"] < 1
 
 
-@pytest.mark.uncounted
 def test_verify_passes_an_axis_of_parts(rows, run_ranks):
     configs = [
         _verified("rows2tp2", "fp16", packing="documents"),
@@ -146,7 +145,6 @@ def test_mistakes_with_axes_are_named(rows, tmp_path):
         Topology({"span": 2})
 
 
-@pytest.mark.uncounted
 def test_verify_passes_replicas(run_ranks):
     configs = [
         make_config("replicas2dp2", dtype="fp16", shard="gradients"),

@@ -19,7 +19,6 @@ from tests.slurm_cluster import Cluster, until
 pytestmark = [
     pytest.mark.skipif(not FULL, reason="--full: it installs Slurm, and takes a quarter of an hour"),
     pytest.mark.skipif(os.geteuid() != 0, reason="only root can install Slurm"),
-    pytest.mark.uncounted,
 ]
 ROOT = Path(__file__).resolve().parents[2]
 SIGNALS = 10

@@ -113,7 +113,6 @@ def clone(tmp_path_factory, run_ranks):
     return Clone(tmp_path_factory.mktemp("clone"), run_ranks)
 
 
-@pytest.mark.uncounted
 def test_every_command_of_the_page_runs(clone, monkeypatch, capsys):
     monkeypatch.chdir(clone.root)
     said = {}
@@ -187,7 +186,6 @@ def _commands(section):
     return [line.partition("  #")[0].strip() for line in first.splitlines()]
 
 
-@pytest.mark.uncounted
 def test_every_command_of_the_readme_runs(clone, monkeypatch, capsys):
     monkeypatch.chdir(clone.root)
     opened = []

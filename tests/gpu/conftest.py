@@ -3,7 +3,6 @@
 import pytest
 
 from megamix.tools.ranks import RankPool
-from tests import conftest
 from tests.gpu import library
 from tests.gpu.pools import on_gpu, processes_with_gpus
 
@@ -20,7 +19,7 @@ def gpu_ranks():
         if world_size not in pools:
             pools[world_size] = RankPool(world_size, on_gpus=True)
         with processes_with_gpus():
-            return pools[world_size].call(on_gpu, seed, conftest.counts, case, *args, deadline_s=deadline_s)
+            return pools[world_size].call(on_gpu, seed, case, *args, deadline_s=deadline_s)
 
     yield run
     for pool in pools.values():

@@ -13,7 +13,6 @@ from megamix.tools import ranks
 from megamix.tools.verify.layouts import layout_lines
 from megamix.tools.verify.layouts.judge_steps import judge
 from tests import devices
-from tests.programs import lines_counted
 
 CPU = torch.device("cpu")
 _server = forkserver.ForkServer()
@@ -32,10 +31,10 @@ def processes_with_gpus():
         yield
 
 
-def on_gpu(seed, counts, case, *args):
+def on_gpu(seed, case, *args):
     """Run a case on this rank: no step of it may make the host wait, and no thread may touch another rank's GPU.
 
-    `seed`: of the delays of all collectives. `counts`: covered lines, on the first rank.
+    `seed`: of the delays of all collectives.
     """
     from tests.gpu import nccl, simulated
 
@@ -44,7 +43,6 @@ def on_gpu(seed, counts, case, *args):
     nccl.delays.seed(f"{seed} {rank}")
     with ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ, LOCAL_RANK=str(rank)))
-        stack.enter_context(lines_counted(counts and rank == 0))
         for name in ("backward", "step"):
             step = simulated.host_may_not_wait()(getattr(ShardedEngine, name))
             stack.enter_context(mock.patch.object(ShardedEngine, name, step))

@@ -40,7 +40,7 @@ class Pool(RankPool):
         super().__init__(*args, **settings)  # a new interpreter would have no simulated GPU
 
     def call(self, function, *args, **limits):
-        return super().call(on_gpu, 0, True, _uncompiled, function, *args, **limits)
+        return super().call(on_gpu, 0, _uncompiled, function, *args, **limits)
 
 
 def _uncompiled(function, *args):

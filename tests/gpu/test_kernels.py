@@ -22,7 +22,6 @@ from tests.mixed_precision.test_compiled_update import EPS, assert_within_roundi
 
 TRITON = h100.search_path()
 pytestmark = [
-    pytest.mark.uncounted,
     pytest.mark.skipif(TRITON is None, reason=f"no Triton here, nor in {h100.FOLDER}: launch/test.sh puts it there"),
 ]
 STATES = {name: [*optimizer.states("", ())] for name, optimizer in kernels.OPTIMIZERS.items()}

@@ -30,8 +30,6 @@ from tests.tools.verify.layouts.covering import whole_matrix
 from tests.tools.verify.layouts.test_layouts import AXES, _allowed
 from tests.tools.verify.test_command import CONFIG, SMALL
 
-pytestmark = pytest.mark.uncounted
-
 LAYOUTS = ("dp2", "dp4", "tp2", "pp2", "cp2", "dp2cp2", "dp2tp2pp2")
 SETTINGS = AXES | {"layout": LAYOUTS, "fp32_sum": (False, True), "overlap": (True, False), "clip_grad": (0.0, 0.05)}
 SETTINGS |= {"shard": ("states", "gradients", "parameters"), "accumulate": ("local", "owner")}

@@ -7,7 +7,6 @@ from collections import Counter
 from pathlib import Path
 from unittest import mock
 
-import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
@@ -19,8 +18,6 @@ from megamix.mixed_precision import census, fused_update, links, tallies, unseen
 from megamix.mixed_precision import engine as engine_module
 from megamix.model.transformer import Transformer
 from tests.gpu.h100 import fake_tensors
-
-pytestmark = pytest.mark.uncounted
 
 CONFIG = Path(__file__).parents[2] / "configs/llama3.2-1b.toml"
 BUCKETS, LAYERS = 22, 16

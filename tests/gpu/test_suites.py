@@ -8,8 +8,6 @@ from tests.conftest import FULL
 from tests.distributed import test_exact_mean, test_half_fp32_sum, test_overlap
 from tests.gpu.pools import on_default_gpu
 
-pytestmark = pytest.mark.uncounted
-
 # Without `--full`, of each suite what is cheap.
 SUITES = {
     test_exact_mean: {"test_a_step_in_which_no_target_counts_applies_a_zero_gradient"},

@@ -67,7 +67,6 @@ def _greedy(model, tokens, count):
     return model.generate(tokens, attention_mask=mask, do_sample=False, max_new_tokens=count, pad_token_id=0)
 
 
-@pytest.mark.uncounted
 @pytest.mark.parametrize(
     ("family", "number", "shape"),
     [

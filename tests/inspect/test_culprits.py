@@ -76,7 +76,6 @@ def _random_injections(trials):
     return wrong
 
 
-@pytest.mark.uncounted
 def test_random_injections_are_named_by_parameter_rank_and_micro_batch_and_clean_steps_name_nobody(run_ranks):
     assert run_ranks(_random_injections, 2, 200 if FULL else TRIALS) == [[], []]
 

@@ -119,7 +119,6 @@ def test_a_trace_beside_a_live_engine_reports_to_nobody(device):
     assert train([engine], [loss_of(engine, make_batch(0, 0, 0))]) == [{"rows": 1.0}]
 
 
-@pytest.mark.uncounted
 def test_compiled_blocks_record_in_a_graph_that_new_names_do_not_change():
     graphs = []
 

@@ -16,8 +16,6 @@ from megamix.inspect.replicas import DamagedMemory, check_replicas, shard_hashes
 from tests.builders import loss_of, make_batch, make_engine, train_steps
 from tests.conftest import FULL
 
-pytestmark = pytest.mark.uncounted
-
 TRIALS = 50 if FULL else 12  # trials for each of two dtypes
 KINDS = "Static", "Dynamic", "Headroom", "Torch", "Megatron", "DeepSpeed"
 RULES = [getattr(megamix, f"{kind}LossScale") for kind in KINDS]

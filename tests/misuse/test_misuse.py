@@ -53,7 +53,6 @@ def _judge_all(shard, names):
         logging.disable(logging.NOTSET)
 
 
-@pytest.mark.uncounted
 @pytest.mark.parametrize("shard", SHARDS)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_every_case_is_right_or_refused(run_ranks, world_size, shard):

@@ -106,7 +106,6 @@ def test_the_first_rank_says_that_it_compiles(rank, monkeypatch):
     assert lines == ["compiling the optimizer's update"] * (rank == 0)
 
 
-@pytest.mark.uncounted
 def test_compiled_equals_the_library_kernels_within_rounding(kind):
     optimizer, dtype, update, _ = kind
     step, library = _step(), LibraryUpdate(optimizer, _groups(optimizer), CPU)
@@ -120,7 +119,6 @@ def test_compiled_equals_the_library_kernels_within_rounding(kind):
         assert torch.equal(ours[2], ours[0].to(dtype))
 
 
-@pytest.mark.uncounted
 def test_compiled_is_bitwise_equal_on_any_cut_and_stays_one_graph(kind):
     optimizer, dtype, update, _ = kind
     step = _step()
@@ -141,7 +139,6 @@ def test_compiled_is_bitwise_equal_on_any_cut_and_stays_one_graph(kind):
     assert counters["stats"]["unique_graphs"] == graphs
 
 
-@pytest.mark.uncounted
 def test_compiled_gate_leaves_every_bit(kind):
     optimizer, dtype, update, _ = kind
     grad, *after = _tensors(optimizer, dtype)
@@ -153,7 +150,6 @@ def test_compiled_gate_leaves_every_bit(kind):
     assert torch.equal(before[2], after[2])
 
 
-@pytest.mark.uncounted
 def test_statistics_are_the_same_compiled_or_not_on_any_cut(kind):
     optimizer, dtype, _, stats = kind
     grad = _tensors(optimizer, dtype)[0]
@@ -186,7 +182,6 @@ def test_statistics_in_place_have_the_bits_of_plain_operations(dtype):
     assert torch.equal(grad.view(torch.uint8), kept.view(torch.uint8))
 
 
-@pytest.mark.uncounted
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
 def test_statistics_see_one_bad_element_anywhere(kind, value):
     optimizer, dtype, _, stats = kind
@@ -212,7 +207,6 @@ def _choose(fails_on):
     return type(kernels.update).__name__, [call.args[0] % call.args[1:] for call in log.warning.call_args_list]
 
 
-@pytest.mark.uncounted
 def test_engines_with_many_different_constants_are_all_compiled(monkeypatch):
     # The limit is on the number of graphs of one code object, no matter who makes the kernels.
     traced = {"dynamic": True, "fullgraph": True, "backend": "eager"}
@@ -243,7 +237,6 @@ def _tried_dtypes():
     return tried
 
 
-@pytest.mark.uncounted
 def test_every_dtype_that_a_step_sums_in_is_tried_before_the_first_one(run_ranks):
     assert run_ranks(_tried_dtypes, 2) == [{torch.bfloat16, torch.float32}] * 2
 

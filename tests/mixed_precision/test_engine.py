@@ -51,7 +51,6 @@ def _learn_to_count():
     return losses[0], losses[-1]
 
 
-@pytest.mark.uncounted
 def test_modules_that_are_not_ours_train_on_two_ranks(run_ranks):
     for first, last in run_ranks(_learn_to_count, 2):
         assert first > 2.5

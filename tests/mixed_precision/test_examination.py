@@ -11,8 +11,6 @@ from megamix.mixed_precision import examination
 from megamix.mixed_precision.examination import count_exponents, layer_of, layers_of
 from tests.builders import loss_of, make_batch, make_engine, make_model
 
-pytestmark = pytest.mark.uncounted
-
 ACCUM = 2
 
 

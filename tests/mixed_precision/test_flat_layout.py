@@ -16,7 +16,6 @@ def _random_layout(seed):
     return specs, build_layout(specs, [rng.choice([1, 2, 3, 4, 7, 8])], rng.choice([1, 999, 20_000, None]))
 
 
-@pytest.mark.uncounted
 @pytest.mark.parametrize("seed", range(40 if FULL else 12))
 def test_every_parameter_has_one_aligned_place_and_every_element_one_owner(seed):
     specs, layout = _random_layout(seed)

@@ -15,8 +15,6 @@ from megamix.mixed_precision.fused_update import LibraryUpdate
 from megamix.mixed_precision.update_slice import StepScalars, UpdateScalars, UpdateSlice
 from tests.builders import BF16, FP32, make_engine
 
-pytestmark = pytest.mark.uncounted
-
 U = 2.0**-24  # half a unit in the last place of FP32, relative
 
 

@@ -23,8 +23,6 @@ from megamix import (
 )
 from tests.builders import loss_of, make_batch, make_engine
 
-pytestmark = pytest.mark.uncounted
-
 READS = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "allclose", "is_nonzero", "item")
 METHODS = ("numpy", "tolist", "__array__", "item", "__bool__", "__float__", "__int__", "__index__")
 

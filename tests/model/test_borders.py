@@ -116,7 +116,6 @@ def test_positions_of_one_row_are_those_of_every_sequence():
         assert all(torch.equal(one, want) for one in got)
 
 
-@pytest.mark.uncounted
 def test_one_graph_serves_every_packing_and_the_mask_is_left_to_those_of_too_many_documents():
     graphs, model = [], _model()
 

@@ -59,7 +59,6 @@ def test_every_function_that_a_compiler_may_meet_has_a_case():
                 assert name in CASES
 
 
-@pytest.mark.uncounted
 @pytest.mark.parametrize(("name", "dtype"), [(name, dtype) for name, case in CASES.items() for dtype in case[2]])
 def test_a_compiled_function_has_the_gradients_of_the_plain_one(name, dtype):
     call, shapes, _ = CASES[name]
@@ -96,7 +95,6 @@ FAMILIES = sorted((ROOT / "configs").glob("*.toml"))
 IN_SHORT = [ROOT / "configs/llama-1.3b.toml", ROOT / "configs/nanochat-d24.toml"]
 
 
-@pytest.mark.uncounted
 @pytest.mark.parametrize("path", FAMILIES if FULL else IN_SHORT, ids=lambda path: path.stem)
 @pytest.mark.parametrize("dtype", ALL if FULL else [torch.bfloat16])
 def test_compiled_blocks_have_the_gradients_of_plain_ones(monkeypatch, path, dtype):

@@ -45,7 +45,6 @@ def test_loss_and_gradients_are_those_of_fp64_but_for_few_roundings(monkeypatch,
     assert linear_cross_entropy(*leaves, torch.full_like(TARGETS, IGNORE)).item() == 0
 
 
-@pytest.mark.uncounted
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_its_peak_is_its_two_gradients_in_fp32_and_no_logits(monkeypatch, dtype):
     rows, hidden_size, vocab_size, chunk_rows = 2048, 16, 1024, 32

@@ -142,7 +142,6 @@ def test_costs_count_the_experts_that_a_token_passes():
     assert more == attention + 6 * 32 * (3 * (3 * 24 + 16) + 8)
 
 
-@pytest.mark.uncounted
 def test_compiled_blocks_of_latent_attention_without_and_with_experts_are_repeated_in_backward(monkeypatch):
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     torch._dynamo.reset()

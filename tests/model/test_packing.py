@@ -58,7 +58,6 @@ def as_masks(request, monkeypatch):
     return lambda: monkeypatch.setattr(decoder, "find_documents", find)
 
 
-@pytest.mark.uncounted
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_are_those_of_the_documents_alone(as_masks, family):
     model = model_of(family)

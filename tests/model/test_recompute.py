@@ -9,8 +9,6 @@ from megamix.model.transformer import Transformer
 from tests.model.kept_bytes import kept_bytes_per_token
 from tests.model.rounding import FP16_WIDE, saved_bytes
 
-pytestmark = pytest.mark.uncounted
-
 BATCH, SEQ_LEN, VOCAB = 2, 24, 61
 SIZES = {"vocab_size": VOCAB, "seq_len": SEQ_LEN, "hidden_size": 32, "num_layers": 2, "num_heads": 4}
 TOKENS = torch.randint(VOCAB, (BATCH, SEQ_LEN + 1), generator=torch.Generator().manual_seed(1))

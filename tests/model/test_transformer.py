@@ -137,7 +137,6 @@ def test_rotary_tables_stay_fp32_whatever_the_model_is_cast_to():
     assert not [name for name in model.state_dict() if "rotary" in name]
 
 
-@pytest.mark.uncounted
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_one_compiled_graph_serves_all_blocks_and_one_the_loss(monkeypatch, dtype):
     graphs = []

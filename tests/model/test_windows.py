@@ -99,7 +99,6 @@ def test_the_loss_is_its_equation_with_its_gradients(cap, z_loss):
     assert not z_loss or model.eval()(tokens, targets) < loss
 
 
-@pytest.mark.uncounted
 @torch._dynamo.config.patch(recompile_limit=8)
 def test_each_kind_of_layer_has_room_for_its_compiled_graphs():
     """Dynamo counts the graphs of all blocks together, and leaves those beyond its limit uncompiled."""

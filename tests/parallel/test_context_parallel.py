@@ -70,7 +70,6 @@ def _observe_all(configs):
     return [observe(config, 2, 1) for config in configs]
 
 
-@pytest.mark.uncounted
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_drawn_jobs_pass_verify(run_ranks, world_size):
     configs = [*_drawn(world_size)]
@@ -135,7 +134,6 @@ def _grads_of_two(interleaved):
     return [param.grad for param in model.parameters()]
 
 
-@pytest.mark.uncounted
 def test_backward_recomputes_a_micro_batch_with_its_own_deal(run_ranks):
     for one, other in zip(run_ranks(_grads_of_two, 2, False), run_ranks(_grads_of_two, 2, True), strict=True):
         assert all(map(torch.equal, one, other))
@@ -187,7 +185,6 @@ def _observe_as_on_gpus(configs):
         return _observe_all(configs)
 
 
-@pytest.mark.uncounted
 def test_kernels_that_take_borders_pass_verify(run_ranks):
     packed = {"hidden_size": 64, "seq_len": 16, "recompute": "full", "num_kv_heads": 2}
     configs = [
@@ -263,7 +260,6 @@ def _kept(cp_size, seq_len, packed, method="gather"):
     return sum(kept.values())
 
 
-@pytest.mark.uncounted
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("seq_len", [2048, 8192] if FULL else [2048])
 def test_a_rank_of_two_keeps_half_of_the_activations(run_ranks, seq_len, packed):
@@ -321,7 +317,6 @@ def _job(folder, sizes, steps):
     )  # fmt: skip
 
 
-@pytest.mark.uncounted
 def test_a_job_resumes_on_every_layout_with_its_samples_and_metrics(run_ranks, tmp_path):
     meshes = [
         (2, {"dp_size": 2}), (2, {"cp_size": 2}), (4, {"cp_size": 4}), (2, {"tp_size": 2}),

@@ -2,7 +2,6 @@
 found, and an inf within a product skips the step on every rank.
 """
 
-import pytest
 import torch
 
 from megamix.config import FP8Config, ModelConfig
@@ -51,7 +50,6 @@ def observe_all(configs):
     return [observe_case(config) for config in configs]
 
 
-@pytest.mark.uncounted
 def test_every_layout_passes(run_ranks):
     cases = CASES if FULL else FEW
     configs = [fp8_job(*case) for case in cases]
@@ -85,7 +83,6 @@ def observe_bugs(jobs):
     return [observe_bug(*job) for job in jobs]
 
 
-@pytest.mark.uncounted
 def test_planted_bugs_are_found_and_an_inf_in_a_product_skips_on_every_rank(run_ranks):
     jobs = [(fp8_job("dp2", recipe), bug) for bug, (recipe, _) in BUGS.items()]
     jobs.append((fp8_job("dp2", "tensorwise in full"), "inf_in_a_product"))

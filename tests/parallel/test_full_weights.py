@@ -23,7 +23,6 @@ def _weights_through_the_engine(case):
     return weights, masters
 
 
-@pytest.mark.uncounted
 @pytest.mark.parametrize("case", [Case(dp_size=2, tp_size=2), Case(model="llama", tied=False, tp_size=2)])
 def test_full_weights_go_out_and_in_on_any_mesh(run_ranks, case):
     ranks = run_ranks(_weights_through_the_engine, case.world_size, case)

@@ -15,8 +15,6 @@ from tests.builders import make_engine
 from tests.parallel import layouts
 from tests.parallel.layouts import Case, assemble
 
-pytestmark = pytest.mark.uncounted
-
 STEPS = 3
 
 

@@ -66,7 +66,6 @@ def _overflows(config):
     return wrong
 
 
-@pytest.mark.uncounted
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"] if FULL else ["fp16"])
 def test_an_overflow_on_any_of_eight_ranks_changes_nothing_on_any(run_ranks, dtype):
     config = make_config("dp2tp2pp2", dtype=dtype, sequence_parallel=True, accumulation=1)
@@ -98,7 +97,6 @@ def _load_each(layout, folder, sources):
     return found
 
 
-@pytest.mark.uncounted
 def test_every_layout_loads_what_every_other_saved_and_goes_on(run_ranks, tmp_path):
     layouts = [*(LAYOUTS if FULL else SAMPLE)]
     sizes = {layout: parse_layout(layout).world_size for layout in layouts}

@@ -32,7 +32,6 @@ CASES = [
 ]
 
 
-@pytest.mark.uncounted
 @pytest.mark.parametrize("case", CASES)
 def test_losses_gradients_norms_weights_and_moments_are_those_of_one_process(run_ranks, case):
     outcomes = run_ranks(train, case.world_size, case)
@@ -40,7 +39,6 @@ def test_losses_gradients_norms_weights_and_moments_are_those_of_one_process(run
     assert first_difference(case, outcomes, train(case.alone)) is None
 
 
-@pytest.mark.uncounted
 def test_dividing_the_positions_changes_no_bit_of_the_loss(run_ranks):
     # The sums over ranks are the same ones, whether a rank gets a part of their elements or all.
     (divided, _), (whole, _) = (
@@ -71,7 +69,6 @@ def _overflow_on(victim, case):
     return bool(result.found_inf), unchanged, float(engine.skipped_steps), faults
 
 
-@pytest.mark.uncounted
 def test_an_overflow_on_any_rank_changes_nothing_anywhere(run_ranks):
     case = Case(dp_size=2, tp_size=2, dtype=torch.float16, sequence_parallel=False)
     for victim in range(4):

@@ -30,7 +30,6 @@ from megamix.train.trainer import Trainer
 from tests.builders import tiny_job
 from tests.checkpoint.seal import edit
 from tests.conftest import FULL, also_wide
-from tests.programs import lines_counted
 from tests.train.outcome import TIMELESS, differences, end_of, metrics_of
 from tests.train.recorded import counted_calls, run_recorded
 
@@ -68,7 +67,7 @@ def _counted(config, victim=None, at_call=None):
         with counted_calls(note) if victim in (None, trainer.engine.topology.dp.rank) else nullcontext():
             return train(trainer, leave)
 
-    with lines_counted(False), mock.patch.object(Trainer, "train", train_counted):  # counting would die with it
+    with mock.patch.object(Trainer, "train", train_counted):
         _run(config)
     return len(seen)
 
@@ -97,7 +96,6 @@ def uninterrupted(tmp_path_factory, data, run_ranks):
     return run
 
 
-@pytest.mark.uncounted
 @pytest.mark.parametrize(("trial", "job"), also_wide(KILLS, (3, "muon")))
 def test_killed_at_any_instant_and_resumed_it_ends_bitwise_equal(tmp_path, data, run_ranks, uninterrupted, trial, job):
     whole, calls = uninterrupted(job)
@@ -111,7 +109,6 @@ def test_killed_at_any_instant_and_resumed_it_ends_bitwise_equal(tmp_path, data,
     assert differences(end_of(tmp_path), end_of(whole)) == []
 
 
-@pytest.mark.uncounted
 def test_killed_again_and_again_it_ends_bitwise_equal(tmp_path, data, run_ranks, uninterrupted):
     whole, calls = uninterrupted("states", CHAIN_STEPS)
     config = _config(tmp_path, data, CHAIN_STEPS)

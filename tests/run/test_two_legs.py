@@ -88,7 +88,6 @@ def _go_on(config):
     return said.getvalue()
 
 
-@pytest.mark.uncounted
 @pytest.mark.parametrize(("settings", "told", "ranks"), GOES_ON)
 def test_a_changed_leg_goes_on_and_says_so(leg, tmp_path, settings, told, ranks):
     assert f"changed since: {told}" in leg(settings, ranks)
@@ -96,7 +95,6 @@ def test_a_changed_leg_goes_on_and_says_so(leg, tmp_path, settings, told, ranks)
     assert not [*(tmp_path / "run/checkpoints").glob("*damaged*")]
 
 
-@pytest.mark.uncounted
 @pytest.mark.parametrize(("settings", "refused"), REFUSED)
 def test_another_run_is_refused_by_name_and_nothing_is_touched(leg, tmp_path, settings, refused):
     def left():

@@ -132,7 +132,6 @@ def whole(tmp_path_factory, data, run_ranks):
     return end_of(folder), [each.calls for each in told]
 
 
-@pytest.mark.uncounted
 @pytest.mark.parametrize("trial", range(TRIALS))
 def test_asked_at_any_instant_all_ranks_end_after_one_update_and_a_resumed_run_is_bitwise_the_whole(
     tmp_path, data, run_ranks, whole, trial

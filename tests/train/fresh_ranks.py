@@ -15,19 +15,15 @@ from megamix.interrupt import stay_deaf
 from megamix.run.batch_plan import BatchPlan
 from megamix.supervise import watchdog
 from megamix.tools.ranks import DEADLINE_S, forkserver
-from tests import conftest
 from tests.conftest import FULL
-from tests.programs import stop_counting
 
 
-def _rank_main(rank, size, folder, port, at_attempt, counts):
+def _rank_main(rank, size, folder, port, at_attempt):
     # torchrun's agent sets these to say where the ranks meet.
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
     stay_deaf()  # until the job takes signals: the server that it was forked from may block this one
     torch.set_num_threads(1)
-    if not counts or rank > 0:  # counting slows a rank; the first one runs the others' lines
-        stop_counting()
     with (Path(folder) / f"rank{rank}.txt").open("w") as log:  # by descriptor: output of a rank and the way it dies
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
@@ -62,9 +58,7 @@ class FreshRanks:
         # reads.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.processes = [
-            forkserver().Process(
-                target=_rank_main, args=(rank, size, str(self.folder), self._store.port, at_attempt, conftest.counts)
-            )
+            forkserver().Process(target=_rank_main, args=(rank, size, str(self.folder), self._store.port, at_attempt))
             for rank in range(size)
         ]
         for process in self.processes:

@@ -195,7 +195,6 @@ def test_a_loss_scale_of_a_bf16_run_is_logged(tmp_path, data):
     assert [row["optim/loss_scale"] for row in _rows(tmp_path) if "train/loss" in row] == [64.0] * 2
 
 
-@pytest.mark.uncounted
 def test_fp16_and_fp32_reach_the_same_loss_near_the_entropy_of_the_data(run_ranks, tmp_path, data):
     steps, batch = (400, 32) if FULL else (60, 16)
     size = {"steps": steps, "global_batch_size": batch, "micro_batch_size": batch // 2, "eval_interval": 0}

@@ -53,7 +53,6 @@ def test_the_search_for_the_first_scale_is_one_line_and_later_overflows_are_told
     assert [row["optim/loss_scale"] for row in rows[:tries]] == [2.0 ** (24 - number) for number in range(tries)]
 
 
-@pytest.mark.uncounted
 def test_the_same_overflows_give_the_same_order_on_any_number_of_ranks(run_ranks, tmp_path, data):
     bad = frozenset(random.Random(0).sample(range(15), 5))
     orders = []
@@ -65,7 +64,6 @@ def test_the_same_overflows_give_the_same_order_on_any_number_of_ranks(run_ranks
     assert sorted(records[0].samples()) == list(range(40))
 
 
-@pytest.mark.uncounted
 def test_a_redone_overflow_leaves_no_trace_and_a_requeued_one_only_its_order(tmp_path, data):
     static = {"loss_scale": {"rule": "static", "init_scale": 1024.0}}
     clean = _run(_job(tmp_path / "clean", data, static, steps=8))[1]

@@ -54,7 +54,6 @@ def run_bad(config):
     run_recorded(config, bad_attempts=frozenset((1,)))
 
 
-@pytest.mark.uncounted
 def test_a_run_that_stops_goes_on_bit_for_bit_where_ranks_divide_experts(run_ranks, tmp_path, data):
     whole, halves = (experts_job(tmp_path / name, data, ep_size=2) for name in ("whole", "halves"))
     run_ranks(run_bad, 2, whole)
@@ -68,7 +67,6 @@ def test_a_run_that_stops_goes_on_bit_for_bit_where_ranks_divide_experts(run_ran
     assert differing(weights_of(halves), weights) == []
 
 
-@pytest.mark.uncounted
 def test_a_run_goes_on_from_any_layout_with_the_same_weights(run_ranks, tmp_path, data, capsys):
     run = experts_job(tmp_path, data, ep_size=2, steps=2)
     run_ranks(run_on_ranks, 2, run)
@@ -87,7 +85,6 @@ def loads_of(folder):
     return [row for row in rows if row]
 
 
-@pytest.mark.uncounted
 def test_the_load_of_each_layer_is_told_without_biases_and_from_every_stage(run_ranks, tmp_path, data, capsys):
     few = {"num_layers": 4, "tie_embeddings": False, "experts": {**EXPERTS, "bias_rate": 0.0}}
     few |= {"steps": 3, "eval_interval": 0, "log_interval": 1}
@@ -170,7 +167,6 @@ def trained(config):
     return said.getvalue(), products.call_count
 
 
-@pytest.mark.uncounted
 def test_a_job_names_its_layers(run_ranks, tmp_path, data):
     short = {"warmup_steps": 1, "steps": 2, "global_batch_size": 4, "eval_interval": 1, "log_interval": 1}
     job = tiny_job(tmp_path, tokens=data, ffn_hidden_size=64, tp_size=2, dtype="bf16", **short)

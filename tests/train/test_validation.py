@@ -153,7 +153,6 @@ if FULL:
     LAYOUTS += [{"shard": "parameters"}, {"cp_size": 2, "shard": "gradients"}, {"ep_size": 2, "experts": EXPERTS}]
 
 
-@pytest.mark.uncounted
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_an_average_that_keeps_nothing_is_the_weights_in_every_layout(run_ranks, data, tmp_path, layout):
     config = tiny_job(tmp_path, tokens=data, average={"decay": 0.0}, steps=3, eval_interval=2, **layout)

@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from megamix.tools.audit.script import audit_script
 from megamix.tools.ranks import forkserver
-from tests.programs import stop_counting
 
 
 def audit_forked(name, updates, *, ranks=1):
@@ -45,7 +44,6 @@ class ForkedScript:
 
 def _run(name, environment):
     """Run the script as a Python that begins with the audit's `sitecustomize` and then imports torch."""
-    stop_counting()
     os.setsid()
     os.environ.update(environment)
     os.environ["RANK"] = "1" if environment["WORLD_SIZE"] == "2" and os.fork() == 0 else "0"

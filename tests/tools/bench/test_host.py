@@ -33,7 +33,6 @@ from tests.tools.bench.tiny import WORK, fork_ranks
 TINY = Settings(work=replace(WORK, lr=1e-3), rounds=1)
 
 
-@pytest.mark.uncounted
 def test_the_bench_runs_from_end_to_end_and_all_sides_train_the_same(monkeypatch):
     fork_ranks(monkeypatch)
     result = host(TINY, layers=4, width=8, steps=1)

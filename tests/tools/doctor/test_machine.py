@@ -56,11 +56,7 @@ BROKEN = [
         )
     ),
     (cards.judge_links(NVLINKED, ["0-2"]), "links", "0-2 without peer access"),
-    (
-        cards.judge_links(ONE_APART, []),
-        "links",
-        "1-2 by SYS",
-    ),
+    (cards.judge_links(ONE_APART, []), "links", "1-2 by SYS"),
     (cards.judge_torch({"problem": "ImportError: libcudart.so"}, 0, None), "torch", "libcudart"),
     (judged_torch(torch="2.9.1"), "torch", "2.9.1"),
     (judged_torch(cuda=None, cards=[]), "torch's CUDA", "a build for CPUs"),

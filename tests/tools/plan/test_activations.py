@@ -54,7 +54,6 @@ def _model(variant, **sizes):
     return ModelConfig(**{**SMALL, **VARIANTS[variant], "num_layers": 4, **sizes})
 
 
-@pytest.mark.uncounted
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_traced_is_counted(variant, dtype):

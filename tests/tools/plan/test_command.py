@@ -104,7 +104,6 @@ def test_the_fewest_layers_that_fit_are_proposed_for_recompute():
     assert Advice("model.recompute = { full = 2 }", peaks[1]) in advise(config, plan, peaks[1])
 
 
-@pytest.mark.uncounted
 def test_a_model_whose_shares_do_not_fit_is_cut_by_advice_that_fits_on_the_same_ranks():
     job = [*LARGE, "training.global_batch_size=64"]
     *_, last = lines_of(64, *job, memory="13GiB")
@@ -115,7 +114,6 @@ def test_a_model_whose_shares_do_not_fit_is_cut_by_advice_that_fits_on_the_same_
     assert lines[-1].startswith("fits: ")
 
 
-@pytest.mark.uncounted
 def test_the_first_setting_of_shard_that_fits_is_named_and_comes_first_among_the_changes():
     lines = lines_of(64, *LARGE, "training.global_batch_size=64", memory="20GiB")
     title, (states, gradients, parameters), (_, change) = by_shard(lines)
@@ -133,7 +131,6 @@ def test_a_pipeline_is_told_why_parameters_are_left_out():
     assert 'left out: parallelism.shard: got "parameters", but a pipeline would gather' in parameters
 
 
-@pytest.mark.uncounted
 def test_gradients_that_stay_for_micro_batches_are_said_and_to_add_them_up_is_a_change_of_its_own():
     title, _, (_, shard, accumulate) = by_shard(lines_of(64, "llama3.1-8b", memory="12GiB"))
     assert title == 'the peak by parallelism.shard; gradients stay for 8 micro-batches (accumulate = "local")'
@@ -145,7 +142,6 @@ def test_where_no_change_is_enough_that_is_said():
     assert "the model must be cut into more parts (parallelism.shard, " in lines_of(1, *GPT, memory="100MiB")[-1]
 
 
-@pytest.mark.uncounted
 def test_shares_of_all_that_is_held_are_counted_on_more_ranks():
     # 16 bytes of each parameter are 21 GiB on 2 ranks
     title, _, changes = by_shard(lines_of(2, "llama3.1-8b", LARGE[1], SHARDED, OWNERS, memory="12GB"))
@@ -153,14 +149,12 @@ def test_shares_of_all_that_is_held_are_counted_on_more_ranks():
     assert re.match(r"  (and )?parallelism.dp_size = (4|8|16): .*, fits, ", changes[-1])
 
 
-@pytest.mark.uncounted
 def test_sixteen_thousand_ranks_need_no_ranks():
     plan = plan_of(16_384, "llama3.2-1b", "model.num_layers=4", "training.global_batch_size=32768")
     assert plan["axes"]["dp"] == 16_384
     assert plan["held"]["FP32 masters"] * 16_384 == 2 * plan["held"]["half parameters"]
 
 
-@pytest.mark.uncounted
 def test_ranks_that_divide_experts_hold_fewer_weights_and_as_many_masters():
     experts = "{num_experts = 64, top_k = 8, ffn_hidden_size = 512, dense_layers = 1}"
     job = ["llama3.2-1b", "model.num_layers=4", f"model.experts={experts}", "model.mlp_bias=false"]

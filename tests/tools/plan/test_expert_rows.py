@@ -78,7 +78,6 @@ def _peaks(config):
     return peaks
 
 
-@pytest.mark.uncounted
 @pytest.mark.parametrize("name", CASES | MORE if FULL else CASES)
 def test_ranks_stay_within_the_plan_however_tokens_choose(run_ranks, name):
     layout_name, settings = (CASES | MORE)[name]

@@ -166,7 +166,6 @@ def _batch(config):
     return MicroBatch(Batch(tokens, targets, None, targets.numel()))
 
 
-@pytest.mark.uncounted
 @pytest.mark.parametrize("name", also_wide(CASES, "gpt bf16, two ranks", "muon, whole"))
 def test_what_is_planned_is_what_ranks_hold(run_ranks, name):
     layout_name, settings, *given = CASES[name]
@@ -262,7 +261,6 @@ def _evaluation_bytes(config):
         return runner.engine.topology.pp.rank, tracker.live_bytes - before
 
 
-@pytest.mark.uncounted
 @pytest.mark.parametrize(
     ("layout_name", "settings"),
     [

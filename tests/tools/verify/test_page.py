@@ -66,7 +66,6 @@ def _first(run_ranks, name):
     return verdict.differences[0]
 
 
-@pytest.mark.uncounted
 def test_every_command_of_the_page_runs_and_prints_what_stands_below_it(run_ranks, tmp_path, monkeypatch, capsys):
     _, script, targets = re.findall(r"^```python\n(.*?)^```$", PAGE, re.M | re.S)  # tests/tools/audit runs the first
     (tmp_path / "my_trainer.py").write_text(f"{script}\n{targets}")  # another method of the script's class

@@ -16,7 +16,6 @@ STEPS = 4
 QUICK = 13  # every loop, number of ranks and dtype
 
 
-@pytest.mark.uncounted
 @pytest.mark.parametrize("ranks", RANKS)
 def test_no_right_training_is_accused(run_ranks, ranks):
     seeds = [seed for seed in range(SEEDS if FULL else QUICK) if settings(seed)["ranks"] == ranks]

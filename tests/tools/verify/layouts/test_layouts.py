@@ -58,7 +58,6 @@ def _runs():
 WORLD_SIZES = sorted({parse_layout(name).world_size for name in LAYOUTS})
 
 
-@pytest.mark.uncounted
 @pytest.mark.parametrize("world_size", also_wide(WORLD_SIZES, 2))
 def test_every_layout_passes(run_ranks, world_size):
     runs = [run for run in _runs() if parse_layout(str(run["layout"])).world_size == world_size]

@@ -120,7 +120,6 @@ RELATIVES = {
 }  # fmt: skip
 
 
-@pytest.mark.uncounted
 def test_what_a_job_may_have_passes(run_ranks):
     others = {"ns_dtype": "fp32", "nesterov": False, "adjust_lr": "original", "adamw": ["*.out.*"]}
     configs = [

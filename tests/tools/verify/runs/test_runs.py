@@ -94,7 +94,6 @@ def _drawn(seed):
     return config, draw.choice(["dp1,dp2", "dp2,dp1", "dp2,dp4,dp1", "tp2,dp1", "dp2,pp2", "replicas2,dp1", "dp1"])
 
 
-@pytest.mark.uncounted
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_job_that_is_right_passes(run_ranks, seed):
     config, layouts = _drawn(seed)
@@ -128,7 +127,6 @@ def _resumed(run_ranks, on, bug=""):
         return watched(JOB, [ONE, TWO], on, None)
 
 
-@pytest.mark.uncounted
 @pytest.mark.parametrize(("bug", "words"), [(bug, words) for bug, _, words in run_bugs.RUN_BUGS])
 def test_a_planted_bug_is_named(run_ranks, whole, bug, words):
     for first in (TWO,) if "dropout" in bug else (TWO, ONE):  # dropout is compared where the layout stays
