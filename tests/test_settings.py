@@ -1,14 +1,10 @@
-"""Each setting of the library and of jobs is declared once for both, with the same limits, or is in a table with the
-reason.
-"""
+"""A setting that the library and jobs share has the same limits in both, and its refusals name it."""
 
 import dataclasses
-import inspect
 import math
 import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from itertools import chain
 from typing import Annotated, get_args
 
 import numpy as np
@@ -34,7 +30,6 @@ from megamix import (
     TorchLossScale,
     schedules,
 )
-from megamix.builders.objects import DTYPES
 from megamix.config import Config
 from megamix.config.choices import section_at
 from megamix.config.sections import SECTIONS
@@ -42,7 +37,6 @@ from megamix.plugins import LOSS_SCALES, OPTIMIZERS, texts
 from megamix.settings import limits
 from megamix.settings.limits import PowerOfTwo, Share, check
 
-DTYPE = "a job names the format, a program gives torch's dtype; the default is the same"
 # Callables that take settings in a program, by the table that has these in a job.
 LIBRARY = {
     "optimizer": (Optimizer, ShardedEngine),
@@ -61,95 +55,15 @@ LIBRARY = {
     "parallelism": (Sharding,),
     "checkpoint": (Checkpoints,),
 }
-# Settings that both sides declare, with the same default, by the reason.
-TWICE = {
-    "a program may give one per update, a job the peak of its schedule": "optimizer.lr",
-    "a program gives a tuple of objects, a job a list of tables": "optimizer.groups",
-    "a job's may not be empty, and its message needs an example": "optimizer.groups.pattern",
-    "a program gives any sequence": "optimizer.muon.matrix optimizer.muon.adamw",
-    "an argument of a function or of a class with work to do, which declares no settings": (
-        "lr_schedule.warmup_steps lr_schedule.decay_steps checkpoint.folder checkpoint.keep"
-    ),
-    "one of a few arguments that a program gives by position: inherited ones would come first": (
-        "precision.reduce_dtype parallelism.shard parallelism.accumulate parallelism.bucket_size parallelism.overlap"
-    ),
-    "a program may write 0 for no floor, and FP32's largest power of two for no ceiling": (
-        "precision.loss_scale.dynamic.min_scale precision.loss_scale.dynamic.max_scale "
-        "precision.loss_scale.headroom.min_scale precision.loss_scale.headroom.max_scale "
-        "precision.loss_scale.megatron.min_scale precision.loss_scale.deepspeed.min_scale"
-    ),
-    "its class derives from one with another default, and takes the job's": "precision.loss_scale.torch.init_scale",
-}
-# Settings of one side alone, or with another default, by the reason.
-DIFFERS = {
-    "an object of the program's, which a job builds from its other tables": (
-        "optimizer.model optimizer.optimizer optimizer.precision optimizer.sharding optimizer.fill checkpoint.engine "
-        "parallelism.units parallelism.topology parallelism.placements parallelism.collectives"
-    ),
-    "a job has a table instead": "precision.loss_scale",
-    DTYPE: (
-        "optimizer.adamw.state_dtype optimizer.nag.state_dtype optimizer.muon.state_dtype optimizer.muon.ns_dtype "
-        "precision.dtype"
-    ),
-    "a job says half for what dtype is; a program leaves it out, or gives torch's dtype": "precision.grad_dtype",
-    "a limit that is not there: in TOML a key that is left out, in a program a number": (
-        "precision.loss_scale.torch.min_scale precision.loss_scale.torch.max_scale "
-        "precision.loss_scale.megatron.max_scale precision.loss_scale.deepspeed.max_scale"
-    ),
-    "only a run has it: a program has a loop of its own": (
-        "lr_schedule.warmup_tokens lr_schedule.decay_tokens precision.on_overflow precision.max_retries "
-        "precision.max_overflows_in_a_row precision.max_overflows_at_floor precision.max_overflows_per_window "
-        "checkpoint.save_interval checkpoint.keep_every checkpoint.copy_to checkpoint.copy_keep "
-        "checkpoint.copy_command checkpoint.async_save checkpoint.on_save_failure checkpoint.resume "
-        "checkpoint.max_restarts checkpoint.replica_check_interval"
-    ),
-    "an argument of Topology.connect, of a pipeline or of start_ranks in a program": (
-        "parallelism.dp_size parallelism.replicas parallelism.cp_size parallelism.cp_method parallelism.tp_size "
-        "parallelism.ep_size parallelism.ep_method parallelism.pp_size parallelism.pp_schedule "
-        "parallelism.pp_stages_per_rank parallelism.sequence_parallel parallelism.timeout_s"
-    ),
-    "the class, or the function, says it in a program": "optimizer.name lr_schedule.decay_style",
-    "0.1 in a job, whichever optimizer; in a program each optimizer has its own": "optimizer.weight_decay",
-    "1 in a job, as models are pretrained; an engine that nobody asked clips nothing": "optimizer.clip_grad",
-    "the engine's is compile_update, for it compiles nothing else": "optimizer.compile optimizer.compile_update",
-    "other keys of a job, or its model's family, say it": (
-        "optimizer.min_lr optimizer.grad_accum_steps optimizer.muon.tables optimizer.muon.fused lr_schedule.lr "
-        "lr_schedule.min_lr lr_schedule.steps lr_schedule.done checkpoint.timeout_s"
-    ),
-    "no job has needed another one": "precision.loss_scale.headroom.window",
-    "a job names it; 1 in a program, which is no scale": "precision.loss_scale.static.init_scale",
-    "a job saves all that it trains": "checkpoint.frozen",
-}
-# Tables that no class of the library has.
-OF_JOBS = {"model", "data", "training", "metrics", "profiling", "precision.loss_scale.off"}
 
 
 def job_tables():
-    """Return every table of a job that has a place of its own."""
+    """Return the tables of a job whose settings a class of the library has."""
     tables = {name: section_at(Config, [name], {}) for name in SECTIONS}
     tables |= {f"optimizer.{name}": section for name, section in OPTIMIZERS.sections.items()}
     tables |= {f"precision.loss_scale.{name}": section for name, section in LOSS_SCALES.sections.items()}
     tables["optimizer.groups"] = section_at(Config, ["optimizer", "groups", 0], {"optimizer": {"groups": [{}]}})
-    return {name: section for name, section in tables.items() if section is not None}
-
-
-def arguments(kind):
-    """Return the arguments with their defaults."""
-    takes = kind.__init__ if isinstance(kind, type) else kind  # type: ignore[misc]  # of a class, and not of one object
-    return {key: given.default for key, given in inspect.signature(takes).parameters.items() if key != "self"}
-
-
-def of_library(name):
-    """Return the settings of a table in a program, with their defaults; an optimizer's without those of all."""
-    common = arguments(Optimizer) if name.removeprefix("optimizer.") in OPTIMIZERS.sections else {}
-    found = [*chain.from_iterable(arguments(kind).items() for kind in LIBRARY[name])]
-    return {key: default for key, default in found if key not in common}
-
-
-def of_job(name, section):
-    """Return the settings of a table in a job, without the tables in it, with their defaults."""
-    fields = {key: field for key, field in section.model_fields.items() if field.default != {} and key != "rule"}
-    return {key: inspect.Parameter.empty if field.is_required() else field.default for key, field in fields.items()}
+    return {name: section for name, section in tables.items() if name in LIBRARY}
 
 
 def declaration(kind, key):
@@ -169,20 +83,6 @@ def declared_once():
 
 
 ONCE = declared_once()
-
-
-def test_every_setting_is_declared_once_or_in_a_table_with_the_reason():
-    tables = job_tables()
-    assert tables.keys() == LIBRARY.keys() | OF_JOBS
-    alike, differ = set(), set()
-    for name in LIBRARY:
-        ours, theirs = of_library(name), of_job(name, tables[name])
-        for key in ours.keys() | theirs.keys():
-            (alike if key in theirs and ours.get(key, ...) == theirs[key] else differ).add(f"{name}.{key}")
-    assert sorted(differ) == sorted(" ".join(DIFFERS.values()).split())
-    assert sorted(alike - ONCE.keys()) == sorted(" ".join(TWICE.values()).split())
-    assert ONCE.keys() <= alike
-    assert len(ONCE) >= 30
 
 
 # Values of every kind, at the limits that settings have, and beyond them.
@@ -348,9 +248,3 @@ def test_a_type_shows_all_of_its_limits():
     assert [repr(note) for note in (*get_args(Share)[1:], *get_args(PowerOfTwo)[1:])] == [
         "Limits(ge=0, lt=1)", "Limits(gt=0, power_of_two=True)",
     ]  # fmt: skip
-
-
-@pytest.mark.parametrize("key", DIFFERS[DTYPE].split())
-def test_a_format_has_the_same_default_under_both_spellings(key):
-    name, _, setting = key.rpartition(".")
-    assert DTYPES[job_tables()[name].model_fields[setting].default] == of_library(name)[setting]
