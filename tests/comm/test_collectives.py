@@ -131,6 +131,24 @@ def test_an_exchange_that_fails_once_does_not_take_its_buffer_along(monkeypatch)
     ours.reduce_scatter(flat, ours.own_part(flat)).wait()
 
 
+def _all_gather():
+    size, rank, ours = dist.get_world_size(), dist.get_rank(), _world()
+    flats = [torch.full((size, 64), float("nan"), dtype=torch.float16) for _ in range(3)]
+    pending = []
+    for index, flat in enumerate(flats):
+        flat[rank] = 10 * index + rank
+        pending.append(ours.all_gather(flat.view(-1), flat[rank]))
+    for work in reversed(pending):
+        work.wait()
+    want = torch.arange(size, dtype=torch.float16).unsqueeze(1)
+    assert all(torch.equal(flat, (want + 10 * index).expand(size, 64)) for index, flat in enumerate(flats))
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_several_all_gathers_under_way_fill_each_its_own_buffer(run_ranks, size):
+    run_ranks(_all_gather, size)
+
+
 def _small_ones():
     rank, ours = dist.get_rank(), _world()
     flags = torch.tensor([rank == 0, True])
