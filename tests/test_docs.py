@@ -1,13 +1,22 @@
-"""All paths, links, tests, stages and tags that the pages under docs/ name exist."""
+"""All paths, links, stages, tags, commands and flags that the pages name exist. The site of docs/ is built without a
+network, with every page, in the tiers of the index; strictly, so that a dead link or an unknown name fails the build.
+"""
 
 import ast
 import dataclasses
+import os
 import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
 import megamix
+from megamix.cli import VERBS, main
 from megamix.report.metrics import TAGS, LayerPrecision
 
 ROOT = Path(__file__).parents[1]
@@ -95,3 +104,109 @@ def test_a_room_lists_its_files_and_rooms(room):
     rooms = {path.parent.name for path in room.glob("*/__init__.py")}
     files = {path.stem for path in room.glob("*.py")} - {"__init__"}
     assert sorted(listed) == sorted(files | rooms)
+
+
+def pages(nav):
+    """Return the pages of a navigation, depth first."""
+    found = []
+    for entry in nav:
+        for held in entry.values():
+            found += [held] if isinstance(held, str) else pages(held)
+    return found
+
+
+def test_every_page_is_in_the_navigation_once():
+    nav = tomllib.loads((ROOT / "zensical.toml").read_text(encoding="utf-8"))["project"]["nav"]
+    assert sorted(pages(nav)) == sorted(str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md"))
+
+
+def test_the_index_has_the_tiers_of_the_navigation_with_all_their_pages():
+    _, *tiers = tomllib.loads((ROOT / "zensical.toml").read_text(encoding="utf-8"))["project"]["nav"]
+    _, *sections = (ROOT / "docs/index.md").read_text(encoding="utf-8").split("\n## ")
+    assert [section.partition("\n")[0] for section in sections] == [title for tier in tiers for title in tier]
+    for tier, section in zip(tiers, sections, strict=True):
+        linked = set(re.findall(r"\]\(([\w/]+\.md)", section))
+        assert [page for page in pages([tier]) if page not in linked] == []
+
+
+def build(folder):
+    command = [sys.executable, "-m", "zensical", "build", "--strict"]
+    nowhere = {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}
+    return subprocess.run(command, cwd=folder, env=os.environ | nowhere, capture_output=True, text=True, check=False)
+
+
+def test_the_site_is_built_without_a_network(tmp_path):
+    pytest.importorskip("zensical")
+    shutil.copytree(ROOT / "docs", tmp_path / "docs")
+    shutil.copy(ROOT / "zensical.toml", tmp_path)
+    (tmp_path / "megamix").symlink_to(ROOT / "megamix")
+    built = build(tmp_path)
+    assert built.returncode == 0, built.stdout + built.stderr
+    api = (tmp_path / "site/api/index.html").read_text(encoding="utf-8")
+    assert 'id="megamix.ShardedEngine.step"' in api
+    assert "<link href=http" not in api.replace('"', "")
+
+
+COMMAND_PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES]
+VERB = "|".join(verb.name for verb in VERBS)
+FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", flags=re.MULTILINE | re.DOTALL)
+COMMAND = re.compile(rf"(?:\$ )?(?:[A-Z_]+=\S+ )*(?:torchrun .* -m )?megamix ((?:{VERB})(?: .*)?)")
+WORDS = re.compile(rf"megamix ({VERB})\b(?!:)(.*)", flags=re.DOTALL)
+
+
+def block_commands(text):
+    """Return what stands behind `megamix` in each command of a page's blocks, fenced or indented."""
+    blocks = [block for language, block in FENCED.findall(text) if language not in ("python", "toml")]
+    lines = "\n".join(blocks).splitlines() + re.findall(r"^    (\S.*)$", FENCED.sub("", text), flags=re.MULTILINE)
+    return [found[1] for line in lines if (found := COMMAND.fullmatch(line))]
+
+
+def arguments(command):
+    """Return a command's words: of a synopsis with all that is optional, the first alternative, and 1 for a letter."""
+    words = shlex.split(re.sub(r"[][]", "", command), comments=True)
+    return ["1" if re.fullmatch("[A-Z]", word) else word.partition("|")[0] for word in words]
+
+
+@pytest.mark.parametrize(
+    "command", sorted({command for page in COMMAND_PAGES for command in block_commands(page.read_text("utf-8"))})
+)
+def test_a_command_in_a_block_parses(command):
+    assert main(arguments(command), run=lambda _: 0) == 0
+
+
+def named_flags(text):
+    """Return verb and flag of each flag in a page's text that stands behind its verb in one piece of code."""
+    spans = re.findall(r"`([^`]+)`", FENCED.sub("", text))
+    found = [match for span in spans if (match := WORDS.match(" ".join(span.split())))]
+    return [(match[1], flag) for match in found for flag in re.findall(r"(?<!\S)\[?(--[\w-]+)", match[2])]
+
+
+@pytest.mark.parametrize("page", COMMAND_PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_a_flag_that_the_text_names_exists(page, capsys):
+    for verb, flag in named_flags(page.read_text(encoding="utf-8")):
+        action = ["export"] if verb == "checkpoint" else []  # the only one with flags
+        with pytest.raises(SystemExit):
+            main([verb, *action, "--help"])
+        assert re.search(rf"(?<![\w-]){flag}(?![\w-])", capsys.readouterr().out), f"megamix {verb} {flag}"
+
+
+PLANTED = """
+```
+megamix plan a.toml --word 2    # ranks
+```
+
+    RANKS=1 megamix train a.toml b=1 --chek
+
+`megamix plan
+--wide` and `megamix bench [--round N]`
+"""
+
+
+def test_planted_mistakes_are_found():
+    plan, train = block_commands(PLANTED)
+    assert arguments(plan) == ["plan", "a.toml", "--word", "2"]
+    assert arguments(train) == ["train", "a.toml", "b=1", "--chek"]
+    assert named_flags(PLANTED) == [("plan", "--wide"), ("bench", "--round")]
+    for command in (plan, train):
+        with pytest.raises(SystemExit):
+            main(arguments(command), run=lambda _: 0)

@@ -1,9 +1,8 @@
 """Public names are listed once, in a stub, and each is imported on its first use; a wheel has the stub, and the names
-are found when the wheel is imported as a zip, or without sources.
+are found when the wheel is imported as a zip.
 """
 
 import ast
-import compileall
 import os
 import shutil
 import subprocess
@@ -60,16 +59,6 @@ def test_a_wheel_has_every_data_file(wheel):
 
 def test_names_are_found_in_a_zip(wheel):
     _check(wheel)
-
-
-def test_names_are_found_without_sources(wheel, tmp_path):
-    zipfile.ZipFile(wheel).extractall(tmp_path)
-    # All that the program imports.
-    for room in ("", "comm", "mixed_precision", "settings"):
-        compileall.compile_dir(tmp_path / "megamix" / room, maxlevels=0, quiet=1, legacy=True, optimize=2)
-    for source in tmp_path.rglob("*.py"):
-        source.unlink()
-    _check(tmp_path)
 
 
 def test_the_stub_has_a_line_for_each_public_name_and_no_other_line():

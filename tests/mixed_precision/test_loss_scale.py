@@ -207,6 +207,17 @@ def test_megatron_s_and_deepspeed_s_rules(rule, settings, events, want, why):
 # Megatron-LM: --initial-loss-scale, --loss-scale-window, --hysteresis, --min-loss-scale in
 # megatron/core/optimizer/optimizer_config.py at e914fb7. DeepSpeed: initial_scale_power, loss_scale_window, hysteresis,
 # min_loss_scale and consecutive_hysteresis in deepspeed/runtime/precision_config.py at 0ac4684.
+def test_deepspeed_s_growth_falls_on_multiples_of_the_window_since_the_last_overflow():
+    rng = random.Random(1)
+    events = "".join("x" if rng.random() < 0.2 else "." for _ in range(500))
+    scales = [2.0**60, *_after(DeepSpeedLossScale(2.0**60, growth_interval=3), events)]
+    last_overflow = -1
+    for step, event in enumerate(events):
+        stable = step - last_overflow - 1
+        last_overflow = step if event == "x" else last_overflow
+        assert (scales[step + 1] > scales[step]) == (event == "." and stable > 0 and stable % 3 == 0)
+
+
 @pytest.mark.parametrize(("scale", "init_scale"), [(MegatronLossScale(), 2.0**32), (DeepSpeedLossScale(), 2.0**16)])
 def test_defaults_are_the_source_s(scale, init_scale):
     assert float(scale.loss_scale) == init_scale
