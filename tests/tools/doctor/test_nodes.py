@@ -88,17 +88,18 @@ def _links(pair):
     dist.all_gather_object(of_rank, [end.laddr for end in ends])
     rank = dist.get_rank()
     theirs = of_rank[sum(pair) - rank] if rank in pair else []
-    (paced,) = [socket.socket(fileno=os.dup(end.fd)) for end in ends if end.raddr in theirs] or [None]
-    assert (rank in pair) == (paced is not None)
+    # A connection for each group that a case before this one has made, too.
+    paced = [socket.socket(fileno=os.dup(end.fd)) for end in ends if end.raddr in theirs]
+    assert (rank in pair) == bool(paced)
     store = dist.distributed_c10d._get_default_store()
     try:
-        if paced:
-            paced.setsockopt(socket.SOL_SOCKET, _PACE, 1 << 20)
+        for one in paced:
+            one.setsockopt(socket.SOL_SOCKET, _PACE, 1 << 20)
         with mock.patch.object(nodes, "_SENT", 1 << 16):
             return nodes.measure_links(store, rank, 4, 30.0)
     finally:
-        if paced:
-            paced.setsockopt(socket.SOL_SOCKET, _PACE, _ANY_PACE)
+        for one in paced:
+            one.setsockopt(socket.SOL_SOCKET, _PACE, _ANY_PACE)
 
 
 def test_ranks_measure_their_links_and_name_one_that_the_kernel_slows_down(run_ranks):
