@@ -26,7 +26,7 @@ def _start(*command):
     paths = f"{ROOT / 'tests/another_system'}:{ROOT}"
     settings = with_settings(MEGAMIX_PYTHON=sys.executable, NPROC_PER_NODE="2", OMP_NUM_THREADS="1", PYTHONPATH=paths)
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen(command, cwd=ROOT, env=settings, text=True, **streams)  # type: ignore[call-overload]
+    return subprocess.Popen(command, cwd=ROOT, env=settings, text=True, **streams)
 
 
 def _end(started, status=0):

@@ -138,7 +138,7 @@ def test_every_command_of_the_page_runs(clone, monkeypatch, capsys):
     assert f"step_{end:08d}: good" in said["megamix checkpoint verify runs/start/run"]
     # The run in BF16, and what it became in FP32, there and back.
     (run, imported) = (
-        float(re.search(r"perplexity ([\d.]+), [\d.]+ bits a byte", text)[1])  # type: ignore[index]
+        float(re.search(r"perplexity ([\d.]+), [\d.]+ bits a byte", text)[1])
         for line, text in said.items() if line.startswith("megamix evaluate")
     )  # fmt: skip
     assert imported == pytest.approx(run, rel=0.02)
@@ -148,7 +148,7 @@ def test_every_command_of_the_page_runs(clone, monkeypatch, capsys):
     assert own.startswith("A checkpoint")
     next_run = said["megamix train runs/start/next.toml"]
     assert "begins with the weights of runs/start/imported/checkpoints/step_00000000" in next_run
-    first_loss = float(re.search(r"loss ([\d.]+)", next_run)[1])  # type: ignore[index]
+    first_loss = float(re.search(r"loss ([\d.]+)", next_run)[1])
     assert first_loss < math.log(imported) + 0.5, "it begins where the imported model stood"
 
 

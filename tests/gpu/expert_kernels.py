@@ -97,7 +97,7 @@ def count(ep_size):
         here = len(linear.weight) // (1 if linear is layer.router else ep_size)
         linear.weight = torch.nn.Parameter(linear.weight.detach()[:here].bfloat16())
     compute = layer._compute
-    layer._compute = lambda rows, weights, counts: compute(rows, weights, counts[:here])  # type: ignore[method-assign]  # for this layer
+    layer._compute = lambda rows, weights, counts: compute(rows, weights, counts[:here])
     with contextlib.ExitStack() as inside:
         for method in METHODS:
             inside.enter_context(parts.claim(*method))

@@ -41,7 +41,7 @@ def operand(rows, summed, seed=0, spread=4.0):
 
 def torchao_utils():
     """torchao's file of scales and casts alone: the whole package takes 5 s to import, and registers operators."""
-    root = Path(str(find_spec("torchao").origin)).parent  # type: ignore[union-attr]  # the test is skipped without it
+    root = Path(str(find_spec("torchao").origin)).parent
     with mock.patch.dict(sys.modules):
         for name, path in (("torchao", root), ("torchao.float8", root / "float8")):
             sys.modules[name] = ModuleType(name)

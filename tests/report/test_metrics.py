@@ -6,7 +6,7 @@ import math
 import time
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import metadata
 
 from megamix.report.metrics import (
@@ -87,7 +87,7 @@ def test_the_lines_of_a_large_run_fit_into_100_columns():
     ],
 )
 def test_the_console_line_says_what_is_absent_or_not_finite(change, words):
-    assert words in format_lines(1, 10, dataclasses.replace(METRICS, **change), detailed=True)  # type: ignore[arg-type]  # of any field
+    assert words in format_lines(1, 10, dataclasses.replace(METRICS, **change), detailed=True)
 
 
 def test_a_run_without_a_loss_scale_speaks_of_overflows_only_after_one():

@@ -144,7 +144,7 @@ def test_a_check_and_a_start_note_it(tmp_path, data, monkeypatch, capsys):
 def test_parameters_are_nearly_all_counted_and_none_too_many(name):
     model = load_config(CONFIGS[name]).model
     count = parameter_count(model)
-    assert 0.985 * count < fewest_params(model) <= count  # type: ignore[arg-type]  # all have one section
+    assert 0.985 * count < fewest_params(model) <= count
 
 
 @pytest.mark.parametrize("shard", get_args(Shard))
