@@ -15,20 +15,16 @@ from torch import nn
 from megamix import (
     NAG,
     AdamW,
-    Checkpoints,
     DeepSpeedLossScale,
     DynamicLossScale,
     HeadroomLossScale,
     MegatronLossScale,
     Muon,
-    Optimizer,
     ParamGroup,
-    Precision,
     ShardedEngine,
     Sharding,
     StaticLossScale,
     TorchLossScale,
-    schedules,
 )
 from megamix.config import Config
 from megamix.config.choices import section_at
@@ -37,23 +33,17 @@ from megamix.plugins import LOSS_SCALES, OPTIMIZERS, texts
 from megamix.settings import limits
 from megamix.settings.limits import PowerOfTwo, Share, check
 
-# Callables that take settings in a program, by the table that has these in a job.
+# Classes of a program that share settings with a job, by the table that has these there.
 LIBRARY = {
-    "optimizer": (Optimizer, ShardedEngine),
     "optimizer.adamw": (AdamW,),
     "optimizer.nag": (NAG,),
     "optimizer.muon": (Muon,),
     "optimizer.groups": (ParamGroup,),
-    "lr_schedule": (schedules.rule,),
-    "precision": (Precision,),
     "precision.loss_scale.dynamic": (DynamicLossScale,),
     "precision.loss_scale.headroom": (HeadroomLossScale,),
     "precision.loss_scale.torch": (TorchLossScale,),
     "precision.loss_scale.megatron": (MegatronLossScale,),
     "precision.loss_scale.deepspeed": (DeepSpeedLossScale,),
-    "precision.loss_scale.static": (StaticLossScale,),
-    "parallelism": (Sharding,),
-    "checkpoint": (Checkpoints,),
 }
 
 

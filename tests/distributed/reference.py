@@ -11,7 +11,7 @@ from megamix.mixed_precision.nag import NAG
 
 
 class Reference(NamedTuple):
-    """What the loop gives."""
+    """Result of the loop."""
 
     states: dict[str, dict[str, Tensor]]  # by parameter: "master" and the optimizer's; FP32, flat, zeros up to 64 n
     losses: list[list[float]]  # per step, for every (rank, micro-batch)
