@@ -157,16 +157,16 @@ install_megamix() {
   rm -f -- "$VENV/.megamix-all" "$VENV/.megamix-all,dev"
   say "installing into $VENV with $("$python" --version) (once; a few minutes, mostly $torch)"
   [[ -x "$PYTHON" ]] || at_work "making $VENV" "$python" -m venv "$VENV"
+  local pip=("$PYTHON" -m pip install --quiet --disable-pip-version-check)
+  [[ "$extras" != *dev* ]] || pip+=(--no-compile) # the tests import a tenth of it: that is compiled then
   say "1 of 2: $torch, the longest part; its packages are downloaded unless pip has them"
   # torch first, by its exact version: left to a range, pip may choose a newer build for other hardware.
-  at_work "installing $torch" \
-    "$PYTHON" -m pip install --quiet --disable-pip-version-check -c "$CONSTRAINTS" "$torch"
+  at_work "installing $torch" "${pip[@]}" -c "$CONSTRAINTS" "$torch"
   say "2 of 2: megamix and what else it needs"
-  (cd "$ROOT" && at_work "installing megamix" \
-    "$PYTHON" -m pip install --quiet --disable-pip-version-check -c "$CONSTRAINTS" -e ".[$extras]")
+  (cd "$ROOT" && at_work "installing megamix" "${pip[@]}" -c "$CONSTRAINTS" -e ".[$extras]")
   if [[ "$extras" == *dev* ]]; then
     # For the tests of a GPU's code, in a folder of its own: every process that compiles for the CPU would import it.
-    at_work "installing triton" "$PYTHON" -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target "$VENV/triton" \
+    at_work "installing triton" "${pip[@]}" --no-deps --upgrade --target "$VENV/triton" \
       "$(grep -m 1 -o 'triton==[0-9.]*' "$ROOT/pyproject.toml")"
   fi
   printf '%s\n' "$stamp" >"$VENV/.megamix-$extras"

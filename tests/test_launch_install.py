@@ -59,7 +59,7 @@ def test_the_oldest_torch_gets_an_environment_and_a_python_of_its_own(sandbox):
     assert "(tried python3.12); install one (Debian and Ubuntu: apt install python3.12 python3.12-venv)" in done.stderr
     python = sandbox.program("python3.12")
     noted = 'echo "pip $*" >>"$BASE/log"'
-    python.write_text(python.read_text().replace(noted, f'{noted}; [[ "$4" != -c ]] || cat "$5" >"$BASE/pins"'))
+    python.write_text(python.read_text().replace(noted, f'{noted}; [[ "$5" != -c ]] || cat "$6" >"$BASE/pins"'))
     assert sandbox.run("test.sh", "--oldest").returncode == 0
     venv, torch, extras, _, tests = sandbox.lines()
     (oldest,) = re.findall(r'"torch>=([0-9.]+)"', (ROOT / "pyproject.toml").read_text())
