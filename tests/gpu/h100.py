@@ -38,12 +38,12 @@ def search_path():
     return str(FOLDER) if FOLDER.is_dir() else None
 
 
-def run(module, folder, **environment):
+def run(module, folder):
     """Run a program of this package with Triton, and with a folder as its argument."""
     path = os.pathsep.join([str(search_path()), str(Path(__file__).parents[2]), *sys.path])
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", module, folder],
-        env={**os.environ, "PYTHONPATH": path, **environment}, capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
 

@@ -1,7 +1,7 @@
 """Simulated GPUs and NCCL name each of six planted faults that Gloo on a CPU may pass over; a run without one raises
 no alarm under any delays, and trains what Gloo's ranks train, bit for bit. A copy to pinned memory has not arrived
-before it is awaited, and pinned memory is not free before that; what lanes of a GPU count, and tables of the host, are
-those of a CPU.
+before it is awaited, and pinned memory is not free before that; what lanes of a GPU count and what it sums in one
+pass, and tables of the host, are those of a CPU.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +16,7 @@ from megamix.mixed_precision.bucket import Bucket
 from megamix.mixed_precision.examination import count_exponents
 from megamix.mixed_precision.grad_reduce import GradReduce
 from megamix.mixed_precision.param_gather import ParamGather
+from megamix.mixed_precision.row_stats import row_stats, sum_at_once, sum_in_chunks
 from megamix.mixed_precision.step import put_table
 from megamix.tools.ranks import RankFailure
 from megamix.tools.verify.core.observed_step import rank_device
@@ -149,6 +150,14 @@ def tables_of_the_host():
     assert table.tolist() == [1.0, 2.0]
 
 
-@pytest.mark.parametrize("case", [pinned_copies, exponents, tables_of_the_host])
+def sums_at_once():
+    """In the one pass that a GPU's compiler gets, ranks' parts have the sum and statistics of a CPU's chunks."""
+    parts, at_once, in_chunks = torch.randn(8, 19, 64).half(), torch.empty(19, 64), torch.empty(19 * 64)
+    found = sum_at_once(parts, at_once)
+    assert torch.equal(found, sum_in_chunks(row_stats, parts.view(8, -1), in_chunks))
+    assert torch.equal(at_once.view(-1), in_chunks)
+
+
+@pytest.mark.parametrize("case", [pinned_copies, exponents, tables_of_the_host, sums_at_once])
 def test_a_simulated_gpu_is_like_one(gpu_ranks, case):
     gpu_ranks(case, 1)

@@ -219,6 +219,14 @@ def test_backward_keeps_codes_where_it_multiplies_no_other_numbers():
         assert kept[BF16] == 2 * (weight.numel() + (0 if codes else x.numel()))
 
 
+def test_compiled_the_codes_of_a_weight_are_made_in_backward_and_not_kept_until_then():
+    x, weight = operand(32, 48).requires_grad_(), operand(64, 48, seed=1).requires_grad_()
+    linear = partial(fp8_ops(recipe="tensorwise", weight_grad="fp8").linear, bias=None)
+    with saved_bytes() as kept:  # Inductor's choice, without its C++
+        torch.compile(linear, backend="aot_eager_decomp_partition", dynamic=False)(x, weight)
+    assert kept[E4M3] == x.numel()
+
+
 def test_other_dtypes_compute_as_before_and_odd_sizes_are_refused_with_the_layer():
     model, tokens = Transformer(LLAMA), torch.arange(32).view(2, 16)
     before = model(tokens, tokens)
