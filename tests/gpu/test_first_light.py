@@ -2,37 +2,40 @@
 process, and a planted fault of NCCL is told. Its update and its profile: test_bench, test_jobs.
 """
 
-import json
-import subprocess
-import sys
-from pathlib import Path
+from dataclasses import replace
+from functools import partial
+from unittest import mock
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-SMOKE = """
-import json, sys
-from dataclasses import asdict, replace
-import tests.gpu.simulated
-import torch
-from megamix.tools import ranks
 from megamix.tools.doctor import first_parts
+from tests.gpu.test_doctor import nccl_loses_a_rank
 from tests.tools.bench.tiny import WORK
-ranks.PRELOADED[:0] = ["tests.gpu.simulated", *sys.argv[1:]]
-torch.cuda.device_count = lambda: 2
-first_parts.SIZES = {"3M": replace(WORK, lr=3e-3)}
-for finding in first_parts.smoke():
-    print(json.dumps(asdict(finding)))
-"""
+
+SMALL = replace(WORK, lr=3e-3)
+SHARDS = ("states", "gradients", "parameters")
 
 
-@pytest.mark.parametrize("planted", [[], ["tests.gpu.loses_a_rank"]])
-def test_the_smoke_of_two_cards(gpu_ranks, planted):
-    run = subprocess.run([sys.executable, "-c", SMOKE, *planted], cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert run.returncode == 0, run.stderr
-    findings = [json.loads(line) for line in run.stdout.splitlines()]
-    verdicts = {finding["check"]: finding["verdict"] for finding in findings}
-    shards = dict.fromkeys((f"shards {shard}" for shard in ("states", "gradients", "parameters")), "ok")
-    if planted:
-        shards = dict.fromkeys(shards, "broken")
-    assert verdicts == {"smoke bfloat16": "ok", "smoke float16": "ok", **shards}
+def _trained(loses, shard):
+    work = replace(SMALL, device="cuda")
+    if not loses:
+        return first_parts.trained(work, shard=shard)
+    with nccl_loses_a_rank():
+        return first_parts.trained(work, shard=shard)
+
+
+def _smoke(by_shard):
+    """Return the verdicts of a smoke whose two cards have trained already, to these bits."""
+    pools = mock.MagicMock()
+    pools.return_value.__enter__.return_value.call = lambda trained: by_shard[trained.keywords["shard"]]
+    with mock.patch.multiple(first_parts, SIZES={"3M": SMALL}, RankPool=pools, num_cards=lambda: 2):
+        verdicts = {finding.check: finding.verdict for finding in first_parts.smoke()}
+    pools.assert_called_once_with(2, on_gpus=True)
+    return verdicts
+
+
+@pytest.mark.parametrize("loses", [False, True])
+def test_the_smoke_of_two_cards(gpu_ranks, loses):
+    by_shard = {shard: gpu_ranks(partial(_trained, loses, shard), 2) for shard in SHARDS}
+    shards = dict.fromkeys((f"shards {shard}" for shard in SHARDS), "broken" if loses else "ok")
+    assert gpu_ranks(_smoke, 1, by_shard) == [{"smoke bfloat16": "ok", "smoke float16": "ok", **shards}]

@@ -1,4 +1,4 @@
-"""On simulated GPUs whole jobs wait for the device only in the readout, in 50 steady steps, and each of twelve planted
+"""On simulated GPUs whole jobs wait for the device only in the readout, in steady steps, and each of twelve planted
 waits is reported. A run that a signal ends resumes to the bits of an uninterrupted one, and can be planned, evaluated
 and exported. A rank that hangs is named; a job that saves and profiles uses only its own GPU. A step
 with experts in BF16 reads nothing on the host; where ranks exchange tokens it reads the numbers of rows once for each
@@ -23,7 +23,7 @@ from tests.supervise import test_signals, test_watchdog
 from tests.train.outcome import differences, end_of
 from tests.train.recorded import Record, attempts_recorded
 
-FIRST, STEADY = 4, 50
+FIRST, STEADY = 4, 10
 READOUT = "synchronize of an event at megamix/report/interval_report.py"
 
 
@@ -126,7 +126,7 @@ EXPERTS = {
     "num_experts": 8, "top_k": 2, "ffn_hidden_size": 24, "shared_ffn_hidden_size": 16, "balance_loss": 0.01,
     "z_loss": 0.001,
 }  # fmt: skip
-FEW = 4  # steady attempts of a job with experts
+FEW = 2  # steady attempts of a job with experts
 
 
 def _waits_of_experts(config):
