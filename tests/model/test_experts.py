@@ -146,7 +146,7 @@ def test_compiled_blocks_of_latent_attention_without_and_with_experts_are_repeat
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     torch._dynamo.reset()
     latent = {"kv_rank": 12, "query_rank": 20, "unrotated_dim": 8, "rotary_dim": 4, "value_dim": 10}
-    changes = {"num_layers": 3, "recompute": "full", "latent_attention": latent}
+    changes = {"recompute": "full", "latent_attention": latent}
     models = [Transformer(section({"dense_layers": 1}, **changes, compile=compiles)) for compiles in (False, True)]
     models[1].load_state_dict(models[0].state_dict())
     tokens = torch.randint(61, (2, 24), generator=torch.Generator().manual_seed(1))

@@ -6,6 +6,7 @@ evaluated, planned and verified. What does not go together is refused before a j
 import gc
 import itertools
 import json
+import shutil
 from types import SimpleNamespace
 from unittest import mock
 
@@ -59,10 +60,9 @@ def job(folder, kind, run, dtype="fp32", **over):
 
 
 def train_all(folder, kinds, dtype):
-    """Train each kind on these ranks to the end, and by two runs that follow one another."""
+    """Train each kind on these ranks."""
     for kind in kinds:
-        for end, steps in (("", STEPS), ("-stopped", STOP), ("-stopped", STEPS)):
-            run_on_ranks(job(folder, kind, f"{kind}-{dtype}{end}", dtype, training={"steps": steps}))
+        run_on_ranks(job(folder, kind, f"{kind}-{dtype}", dtype))
 
 
 def weights(folder, run):
@@ -73,10 +73,15 @@ def weights(folder, run):
 def test_ten_kinds_train_on_two_ranks_and_go_on_bit_for_bit(run_ranks, folder, dtype):
     kinds = [*KINDS] if FULL else {"fp16": ["gemma3_text", "opt"], "bf16": ["phi", "qwen3_moe"]}[dtype]
     run_ranks(train_all, 2, folder, kinds, dtype)
+    whole = {kind: weights(folder, f"{kind}-{dtype}") for kind in kinds}
+    for kind in kinds:  # as if it had stopped before its last step
+        (folder / f"{kind}-{dtype}/weights.safetensors").unlink()
+        shutil.rmtree(folder / f"{kind}-{dtype}/checkpoints/step_{STEPS:08d}")
+    run_ranks(train_all, 2, folder, kinds, dtype)
     for kind in kinds:
-        whole, stopped = (weights(folder, f"{kind}-{dtype}{end}") for end in ("", "-stopped"))
-        assert whole.keys() == stopped.keys(), kind
-        assert all(torch.equal(whole[name], stopped[name]) for name in whole), kind
+        again = weights(folder, f"{kind}-{dtype}")
+        assert whole[kind].keys() == again.keys(), kind
+        assert all(torch.equal(whole[kind][name], again[name]) for name in again), kind
 
 
 def test_a_run_goes_on_by_a_moved_folder_of_another_version_but_not_of_another_model(folder):
@@ -88,16 +93,24 @@ def test_a_run_goes_on_by_a_moved_folder_of_another_version_but_not_of_another_m
         run_on_ranks(job(folder, "olmo2", "moving", model=odd(folder, "phi", keys | {"rms_norm_eps": 0.1})))
 
 
-def test_a_job_begins_with_the_folders_weights_and_transformers_own_loss(folder):
+@pytest.fixture(scope="module")
+def begun(folder):
+    """Train a step of each of LOADED from saved weights. Return the models of transformers that have these."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    models = {}
     for kind in LOADED:
         torch.manual_seed(1)
-        theirs = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder / kind), dtype=torch.float32).eval()
-        theirs.save_pretrained(folder / "saved" / kind)
+        models[kind] = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder / kind), dtype=torch.float32)
+        models[kind].eval().save_pretrained(folder / "saved" / kind)
         saved = {"folder": str(folder / "saved" / kind)}
-        config = job(folder, kind, f"{kind}-begun", model=saved, training={"steps": 1})
-        run_on_ranks(config)
+        run_on_ranks(job(folder, kind, f"{kind}-begun", model=saved, training={"steps": 1}))
+    return models
+
+
+def test_a_job_begins_with_the_folders_weights_and_transformers_own_loss(folder, begun):
+    for kind, theirs in begun.items():
+        config = job(folder, kind, "read")
         first_batch = training_source(config).read(range(config.training.global_batch_size)).tokens
         tokens = torch.from_numpy(first_batch).long()
         logits = theirs(input_ids=tokens[:, :-1], use_cache=False).logits.float()
@@ -107,18 +120,17 @@ def test_a_job_begins_with_the_folders_weights_and_transformers_own_loss(folder)
         assert got == pytest.approx(want, rel=1e-5), kind
 
 
-def test_an_export_is_what_transformers_loads(folder, capsys):
+def test_an_export_is_what_transformers_loads(folder, begun, capsys):
     from transformers import AutoModelForCausalLM
 
-    for kind in LOADED:
-        run_on_ranks(job(folder, kind, f"{kind}-out", training={"steps": 1}))
-        assert main(["export", str(folder / f"{kind}-out"), "--to", "hf", str(folder / f"{kind}-hf")]) == 0
+    for kind in begun:
+        assert main(["export", str(folder / f"{kind}-begun"), "--to", "hf", str(folder / f"{kind}-hf")]) == 0
         theirs, told = AutoModelForCausalLM.from_pretrained(folder / f"{kind}-hf", output_loading_info=True)
         assert not any(told.values()), (kind, told)
-        ours = weights(folder, f"{kind}-out")
+        ours = weights(folder, f"{kind}-begun")
         assert all(torch.equal(param, ours[f"hf.{name}"]) for name, param in theirs.named_parameters()), kind
     valid = ["--data", str(folder / "data/valid"), "--max-tokens", "129"]
-    assert main(["evaluate", str(folder / "olmo2-out"), *valid]) == 0
+    assert main(["evaluate", str(folder / "olmo2-begun"), *valid]) == 0
     assert "128 tokens in windows of 32" in capsys.readouterr().out
 
 
