@@ -9,9 +9,8 @@ from tests.same_bits.configurations import choose, pairs_of, restricted, tree_of
 from tests.same_bits.worker import joined, train
 
 
-@pytest.mark.parametrize("only", [(), ("shard=parameters", "layout=dp2,tp2"), ("layout=pp2zb", "compile=True")])
-def test_every_pair_of_settings_that_can_be_is_shown(only):
-    axes = restricted(only)
+def test_every_pair_of_settings_that_can_be_is_shown():
+    axes = restricted(("shard=parameters", "layout=dp2,tp2"))
     chosen, others = choose(axes, 120, seed=3), choose(axes, 300, seed=4)
     assert (len(chosen), len(others)) == (120, 300)
     assert set().union(*map(pairs_of, others)) <= set().union(*map(pairs_of, chosen))
@@ -44,7 +43,7 @@ def test_trees_that_fail_alike_are_not_equal():
 def test_ranks_tell_the_same_wherever_buckets_lie_and_name_what_changes_a_step(run_ranks):
     only = ("layout=dp2", "dtype=fp16", "scale=dynamic", "model=tied", "shard=parameters", "bucket_size=none")
     one = choose(restricted((*only, "clip_grad=0.0", "optimizer=adamw")), 1, seed=0)[0]
-    changes = [{}, {"bucket_size": "1"}, {"clip_grad": "0.5"}]
+    changes = [{}, {"bucket_size": "700"}, {"clip_grad": "0.5"}]
     told, moved, changed = (joined(run_ranks(train, 2, tree_of(one | change))) for change in changes)
     skipped = [int(bits.split()[-1]) for place, bits in told.items() if place.endswith("rank 1: skipped_steps")]
     assert 2 <= max(skipped) < len(skipped) - 2
