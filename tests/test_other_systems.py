@@ -35,7 +35,22 @@ def _end(started, status=0):
     return said
 
 
-def test_a_job_of_two_ranks_stops_at_a_signal_resumes_and_is_exported(tmp_path):
+# In one process, which imports torch once: the checks of the doctor ask the system, and print a line each with what
+# they have found.
+AGAIN = """
+import sys
+from pathlib import Path
+from megamix.cli import main
+from megamix.tools.doctor.command import _machine
+_, job, steps, run, folder = sys.argv
+assert main(["train", job, steps]) == 0
+assert main(["export", run, "--to", "hf", folder]) == 0
+for name in ("cores", "driver", "hostname", "ports", "/dev/shm"):
+    print(*(one.check for one in _machine(Path(), [], {})[name]()))
+"""
+
+
+def test_a_job_of_two_ranks_stops_at_a_signal_resumes_and_is_exported_and_the_doctor_looks_at_what_there_is(tmp_path):
     write_data(tmp_path / "data")
     steps = {"steps": 400, "eval_interval": 0}
     config = tiny_job(tmp_path, training=steps, valid=None, log_interval=1)
@@ -48,24 +63,11 @@ def test_a_job_of_two_ranks_stops_at_a_signal_resumes_and_is_exported(tmp_path):
     _end(first, 75)
     stopped = json.loads((tmp_path / "run/status.json").read_text())
     assert stopped["state"] == "preempted"
-    again = _end(_start(*launch, f"training.steps={stopped['update'] + 2}"))
+    settings = [str(tmp_path / "job.toml"), f"training.steps={stopped['update'] + 2}", str(tmp_path / "run")]
+    again = _end(_start(sys.executable, "-c", AGAIN, *settings, str(tmp_path / "hf")))
     assert f"step_{stopped['update']:08d} after update {stopped['update']}\n" in again
-    _end(_start(sys.executable, "-m", "megamix", "export", str(tmp_path / "run"), "--to", "hf", str(tmp_path / "hf")))
     assert (tmp_path / "hf/config.json").exists()
-
-
-# The checks of the doctor that ask the system, a line each with what it has found.
-DOCTOR = """
-from pathlib import Path
-from megamix.tools.doctor.command import _machine
-for name in ("cores", "driver", "hostname", "ports", "/dev/shm"):
-    print(*(one.check for one in _machine(Path(), [], {})[name]()))
-"""
-
-
-def test_the_doctor_looks_at_what_there_is():
-    said = _end(_start(sys.executable, "-c", DOCTOR))
-    assert said.splitlines() == ["cores", "driver", "hostname", "loopback port", ""]
+    assert again.splitlines()[-5:] == ["cores", "driver", "hostname", "loopback port", ""]
 
 
 def test_a_peak_of_memory_is_in_bytes_on_either_system(monkeypatch):

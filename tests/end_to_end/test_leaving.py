@@ -1,5 +1,6 @@
 """Under real torchrun, with one launcher or two as on two nodes: a signal to launchers or ranks ends the run cleanly,
-and no rank outlives a killed launcher or rank. A run continues under nohup.
+and no rank outlives a killed launcher or rank. A run continues under nohup. Whoever trains on a machine with other
+users: a job on one node listens on loopback alone, even if the machine's name has another address.
 """
 
 import json
@@ -23,6 +24,7 @@ from megamix.supervise.processes import children_of, process_start
 from megamix.tools.ranks import DEADLINE_S
 from tests.builders import tiny_job
 from tests.conftest import FULL
+from tests.network import ADDRESS, elsewhere, listening
 from tests.programs import with_settings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -58,7 +60,8 @@ STEPS = 300 if FULL else 60  # some seconds: a signal comes long before their en
 
 
 Job = namedtuple("Job", "folder launchers")  # one launcher a node
-Ended = namedtuple("Ended", "exit_statuses status folder")  # exit statuses of the launchers
+# sockets: at which launchers and ranks listened; exit statuses of the launchers
+Ended = namedtuple("Ended", "sockets exit_statuses status folder")
 
 
 def _until(true, what):
@@ -112,15 +115,16 @@ def _trains(job):
 
 
 def _signal(job, who, number):
-    """Signal processes of a job that trains. Returns its ranks' pids."""
+    """Signal processes of a job that trains. Returns its ranks' pids, and where launchers and ranks listened."""
     ranks = _ranks(job)
     pids = [launcher.pid for launcher in job.launchers]
+    sockets = [listening(pid) for pid in (*pids, *ranks.values())]
     if who < 0:
         job.launchers[who == OTHER_LAUNCHER].stdout.close()  # who reads the log often dies with the launcher
     told = {LAUNCHER: pids[:1], OTHER_LAUNCHER: pids[1:], TWICE: pids[:1] * 2, ALL: [*pids, *ranks.values()]}
     for pid in told[who] if who < 0 else [ranks[who]]:
         os.kill(pid, number)
-    return ranks
+    return ranks, sockets
 
 
 def _kill(pids):
@@ -130,7 +134,7 @@ def _kill(pids):
 
 
 def _signal_each(jobs):
-    """Signal each job as soon as it trains, since another may take long to start. Returns their ranks' pids."""
+    """Signal each job as soon as it trains, since another may take long to start. Returns what `_signal` does."""
     ranks = {}
 
     def all_signalled():
@@ -147,7 +151,7 @@ def _signal_each(jobs):
     return ranks
 
 
-def _end(job, ranks):
+def _end(job, ranks, sockets=()):
     try:
         _until(lambda: all(launcher.poll() is not None for launcher in job.launchers), "end of the launchers")
         _until(lambda: not any(process_start(pid) for pid in ranks.values()), "end of the ranks")
@@ -156,7 +160,7 @@ def _end(job, ranks):
         for launcher in job.launchers:
             launcher.stdout.close()
     status = json.loads((job.folder / "run/status.json").read_text())
-    return Ended([launcher.wait() for launcher in job.launchers], status, job.folder)
+    return Ended(sockets, [launcher.wait() for launcher in job.launchers], status, job.folder)
 
 
 def _saved(folder):
@@ -165,7 +169,18 @@ def _saved(folder):
 
 
 @pytest.fixture(scope="module")
-def ended(tmp_path_factory, data):
+def not_elsewhere():
+    """Why the machine's name cannot be made to resolve elsewhere than to loopback; "" where it can."""
+    look = [sys.executable, "-c", "import socket; print(socket.gethostbyname(socket.gethostname()))"]
+    try:
+        found = subprocess.run(elsewhere(look), cwd=ROOT, capture_output=True, text=True, check=False)
+    except FileNotFoundError as error:
+        return str(error)
+    return "" if found.stdout.strip() == ADDRESS else f"{found.stdout}{found.stderr}"
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory, data, not_elsewhere):
     base = tmp_path_factory.mktemp("jobs")
     cases, results = [*ASKED, *KILLED], {}
     for first in range(0, len(cases), 2):  # two at a time
@@ -174,9 +189,10 @@ def ended(tmp_path_factory, data):
             asked = case in ASKED
             # A killed job does not go on, so it may have more steps than it could ever take.
             config = _config(base / str(case), data, STEPS if asked else 10**6)
-            jobs[case] = _start(config, case.nodes, by_script=asked and FULL)
-        ranks = _signal_each(jobs)
-        results |= {case: _end(job, ranks[case]) for case, job in jobs.items()}
+            before = () if case.nodes == 2 or not_elsewhere else elsewhere([])
+            jobs[case] = _start(config, case.nodes, by_script=asked and FULL, before=before)
+        signalled = _signal_each(jobs)
+        results |= {case: _end(job, *signalled[case]) for case, job in jobs.items()}
     return results
 
 
@@ -210,6 +226,15 @@ def test_a_killed_launcher_lets_its_ranks_save_and_a_killed_rank_is_named(ended,
         before, verdict, _ = (end.folder / "stderr.txt").read_text().partition(f"megamix train: {died}")
         assert verdict
         assert "Traceback" not in before
+
+
+def test_a_one_node_job_listens_on_loopback_alone(ended, not_elsewhere):
+    store, *gloo = ended[Case(TWICE, signal.SIGHUP, 1)].sockets
+    assert (len(store), len(gloo)) == (1, 2)
+    assert all(gloo)
+    assert {address for sockets in (store, *gloo) for address, _ in sockets} == {"127.0.0.1"}
+    if not_elsewhere:
+        pytest.skip(f"seen only where the machine's name may be loopback's: no namespaces ({not_elsewhere.strip()})")
 
 
 @pytest.mark.skipif(not FULL, reason="--full: seconds of a real launcher; tests/train has its parts")

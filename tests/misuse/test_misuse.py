@@ -18,7 +18,7 @@ SHARDS = ("states", "gradients", "parameters")
 def _differs(got, want):
     """Say which weight is another one.
 
-    Bound: FP32 gradients that are summed over two ranks in another order, 4 steps of a rate of 0.1 and a momentum of
+    Bound: FP32 gradients that are summed over two ranks in another order, 3 steps of a rate of 0.1 and a momentum of
     0.9: some roundings of the largest gradient, whose update is at most 1.
     """
     if got.keys() != want.keys():
