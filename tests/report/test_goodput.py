@@ -179,19 +179,19 @@ def test_a_job_s_seconds_are_counted_to_what_it_did(tmp_path, data, monkeypatch)
 
 @pytest.fixture
 def run(story):
-    """Return a run with 200 restarts, the last of which goes on, and with a row that nobody wrote."""
-    for number in range(201):
+    """Return a run with 60 restarts, the last of which goes on, and with a row that nobody wrote."""
+    for number in range(61):
         first = number * 100
         story.trains(number * 200, first, first + 100)
-        if number < 200:
+        if number < 60:
             story.end(142, first + 110, "failed", "trained", f"<b>rank {number} died", trained=110.0, saving=2.0)
-    story.row("compared", 140, 20100, words=COMPARED)
-    story.beat(142, 20100, trained=110, saving=2)
+    story.row("compared", 140, 6100, words=COMPARED)
+    story.beat(142, 6100, trained=110, saving=2)
     with (story.folder / METRICS).open("w") as file:
-        for step in range(1, 20100 if not FULL else 100_000):
+        for step in range(1, 100_000 if FULL else 6100):
             values = {"step": step, TAGS["time"]: T + 2 * step, TAGS["loss"]: 2 + 9 / step, TAGS["tokens_per_s"]: 1e5}
             file.write(json.dumps(values | {TAGS["eta_s"]: 7200.0}) + "\n")
-        file.write('{"step": 20100, "train/loss": nul')
+        file.write('{"step": 6100, "train/loss": nul')
     return story.folder
 
 
@@ -205,9 +205,9 @@ def test_the_page_is_one_file_that_begins_with_the_verdict_and_needs_nothing_els
     assert len(page) < 500_000
     assert re.findall(r'https?:|src="(?!data:image/png)|href=|<script|@import|url\(', page) == []
     assert "<b>" not in page
-    assert "&lt;b&gt;rank 199 died" in page
-    assert "201 stops, 200 failed, 1 stale" in page
-    assert "The last 50 of 201 starts" in page
+    assert "&lt;b&gt;rank 59 died" in page
+    assert "61 stops, 60 failed, 1 stale" in page
+    assert "The last 50 of 61 starts" in page
     assert sum(numbers["seconds"].values()) == pytest.approx(numbers["wall_s"])
     assert numbers["starts"][1]["seconds"]["down"] == 58
     assert numbers["starts"][0]["seconds"]["redone"] == 10
@@ -249,22 +249,28 @@ def test_a_run_with_nothing_but_its_start_has_a_page_without_empty_parts_which_i
     assert (f"no browser; open {page}" in capsys.readouterr().out) is not there
 
 
-def test_without_matplotlib_the_page_lacks_the_pictures_alone_and_a_line_says_how_to_get_them(run, monkeypatch, capsys):
+def test_without_matplotlib_the_page_lacks_the_pictures_alone_and_a_line_says_how_to_get_them(
+    story, monkeypatch, capsys
+):
+    story.start(0)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert main(["report", str(run)]) == 0
+    assert main(["report", str(story.folder)]) == 0
     *_, told, page = capsys.readouterr().out.splitlines()
     assert re.fullmatch(r"no pictures: .*'matplotlib' is not installed; run pip install -e '\.\[plot\]' .*", told)
     assert "<table>" in Path(page).read_text()
     assert "<img" not in Path(page).read_text()
 
 
-def test_to_look_at_runs_needs_no_torch_and_no_screen(run):
+def test_to_look_at_runs_needs_no_torch_and_no_screen(story):
+    story.start(0)
+    with MetricsWriter(story.folder, tensorboard=False) as writer:
+        writer.write(10, {"loss": 7.0})
     code = (
         "import sys; from megamix.cli import main; "
         "[main([verb, sys.argv[1]]) for verb in ('status', 'report', 'plot')]; "
         "print({'torch', 'matplotlib.pyplot'} & {*sys.modules})"
     )
-    ended = subprocess.run([sys.executable, "-c", code, str(run)], capture_output=True, text=True, check=True)
+    ended = subprocess.run([sys.executable, "-c", code, str(story.folder)], capture_output=True, text=True, check=True)
     assert ended.stdout.splitlines()[-1] == "set()"
 
 
@@ -282,8 +288,8 @@ def test_the_status_of_runs_is_a_line_each_and_a_folder_without_a_start_hides_no
     assert header == ["run", "state", "step", "loss", "tokens/s", "eta", "goodput", "reason"]
     assert none[:2] == ["begun", "none"]
     assert f"{begun} has no start in events.jsonl" in " ".join(none)
-    loss = f"{2 + 9 / (99_999 if FULL else 20_099):.4f}"
-    assert first == ["mine", "running", "20,100/1,000", loss, "100,000", "2", "h", "00", "min", "50.1%"]
+    loss = f"{2 + 9 / (99_999 if FULL else 6099):.4f}"
+    assert first == ["mine", "running", "6,100/1,000", loss, "100,000", "2", "h", "00", "min", "50.3%"]
     assert second == ["other", "gave_up", "0/1,000", "0.0%", "started", "4", "times"]
 
 

@@ -35,7 +35,7 @@ def _shrunken(name, folder, data):
         "data.valid": str(data / "valid"),
         "optimizer.lr": min(whole.optimizer.lr, 2e-3),  # the speed run's is for its width
         "lr_schedule.warmup_steps": min(2, whole.lr_schedule.warmup_steps),
-        "training.global_batch_size": ramp[-1][1] if ramp else 8,
+        "training.global_batch_size": ramp[-1][1] if ramp else 4,
         "training.batch_ramp": ramp,
         "parallelism.cp_size": min(2, parallel.cp_size),
         "parallelism.ep_size": min(2, parallel.ep_size),
