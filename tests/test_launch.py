@@ -30,8 +30,9 @@ def pretrain(sandbox, *arguments, **variables):
     return done, [line.replace(str(config), "{config}").split(" ", 2)[2] for line in started]
 
 
-@pytest.mark.parametrize("script", ["quickstart.sh", "pretrain.sh", "test.sh"])
-@pytest.mark.parametrize("asked", ["--help", "-h"])
+@pytest.mark.parametrize(
+    ("script", "asked"), [("quickstart.sh", "--help"), ("pretrain.sh", "-h"), ("test.sh", "--help")]
+)
 def test_asked_for_help_a_script_prints_its_usage_and_does_nothing(sandbox, script, asked):
     done = sandbox.run(script, asked)
     assert done.returncode == 0, done.stderr
@@ -50,11 +51,9 @@ KUBEFLOW = {f"PET_{name}": value for name, value in NODES.items()} | {
 @pytest.mark.parametrize(
     ("gpus", "variables", "meet", "ranks", "world"),
     [
-        (0, {}, "--standalone", 1, 1),
         (4, {}, "--standalone", 4, 4),
         (4, {"NPROC_PER_NODE": "2"}, "--standalone", 2, 2),
         (0, NODES, MEET.format(1, 29500), 1, 2),
-        (0, NODES | {"MASTER_PORT": "4711"}, MEET.format(1, 4711), 1, 2),
         (4, KUBEFLOW, MEET.format(0, 4711), 4, 8),
     ],
 )
@@ -73,9 +72,8 @@ def test_pretrain_starts_a_rank_per_gpu_or_as_told_by_names_of_ours_or_kubeflows
     assert sandbox.lines("left") == [""]
 
 
-@pytest.mark.parametrize("asked", [["--memory", "3GiB"], ["--memory=3GiB"]])
-def test_pretrains_check_takes_what_a_rank_may_hold_and_starts_none(sandbox, asked):
-    done, started = pretrain(sandbox, "--check", *asked, "{config}", NPROC_PER_NODE="3")
+def test_pretrains_check_takes_what_a_rank_may_hold_and_starts_none(sandbox):
+    done, started = pretrain(sandbox, "--check", "--memory=3GiB", "{config}", NPROC_PER_NODE="3")
     assert (done.returncode, started) == (0, []), done.stderr
     assert sandbox.lines("checked") == ["WORLD_SIZE=3"]
     assert sandbox.lines("asked") == [f"{sandbox.repo}/configs/quickstart.toml True {3 * 2**30}"]
@@ -109,18 +107,13 @@ def test_a_signal_while_files_are_looked_at_ends_pretrain_as_a_run_that_was_aske
     assert done.returncode == EXIT_STATUS["preempted"], done.stderr
 
 
-def test_pretrain_leaves_the_users_threads_and_malloc_alone(sandbox):
-    pretrain(sandbox, "{config}", OMP_NUM_THREADS="7", MALLOC_TRIM_THRESHOLD_="9")
-    assert sandbox.lines("environment") == ["OMP_NUM_THREADS=7 MALLOC=9"]
-
-
-@pytest.mark.parametrize(
-    ("variables", "settings"),
-    [({}, ""), ({"NPROC_PER_NODE": "2"}, "NPROC_PER_NODE=2 "), (NODES, "NNODES=2 NODE_RANK=1 MASTER_ADDR=node0 ")],
-)
-def test_the_command_that_goes_on_starts_as_many_ranks(sandbox, variables, settings):
+@pytest.mark.parametrize(("variables", "settings"), [({}, ""), (NODES, "NNODES=2 NODE_RANK=1 MASTER_ADDR=node0 ")])
+def test_the_command_that_goes_on_starts_as_many_ranks_and_the_users_threads_and_malloc_are_left_alone(
+    sandbox, variables, settings
+):
     (sandbox.base / "interrupted").touch()
-    done, _ = pretrain(sandbox, "{config}", **variables)
+    done, _ = pretrain(sandbox, "{config}", OMP_NUM_THREADS="7", MALLOC_TRIM_THRESHOLD_="9", **variables)
+    assert sandbox.lines("environment") == ["OMP_NUM_THREADS=7 MALLOC=9"]
     command = f"{settings}./launch/pretrain.sh {sandbox.repo}/configs/quickstart.toml"
     assert done.stderr.endswith(f"to go on, repeat the command: {command}\n"), done.stderr
 
@@ -163,7 +156,6 @@ def test_a_signal_while_modules_are_loaded_leaves_no_traceback(tmp_path, module,
         ("{config}", NODES | {"RDZV_ENDPOINT": "a:1"}, "RDZV_ENDPOINT: got a:1, is not read"),
         ("{config}", {"RDZV_ID": "mine"}, "its NODE_RANK; unset it, write MASTER_ADDR=node0 MASTER_PORT=29500"),
         ("{config}", {"NPROC_PER_NODE": "two"}, "NPROC_PER_NODE: got two, must be 1 or more"),
-        ("{config} optimizer.lr=-1", {}, "optimizer.lr: got -1, must be greater than 0"),
         ("nowhere.toml", {}, "got nowhere.toml, there is no such file"),
         ("{config} --memory 3GiB", {}, "--memory=3GiB: is read with --check; write --check --memory=3GiB"),
     ],
@@ -195,8 +187,6 @@ def test_pretrain_without_an_install_says_what_to_run(sandbox):
 @pytest.mark.parametrize(
     ("gpus", "variables", "ranks", "override"),
     [
-        (0, {}, 2, []),
-        (1, {}, 1, []),
         (8, {}, 8, ["training.global_batch_size=64"]),
         (0, {"NPROC_PER_NODE": "3"}, 3, ["training.global_batch_size=24"]),
     ],
@@ -245,24 +235,23 @@ def test_quickstart_that_was_interrupted_says_last_that_it_starts_anew(sandbox):
 def test_quickstart_says_when_torch_cannot_use_a_gpu_that_is_there(sandbox):
     sandbox.program("python3")
     sandbox.program("nvidia-smi", "#!/bin/bash\necho 'GPU 0: Big (UUID: 1)'\necho 'GPU 1: Big (UUID: 2)'\n")
-    want = "nvidia-smi shows 2 GPU(s), but torch 9.9+fake cannot use any"
-    assert want in sandbox.run("quickstart.sh").stderr
+    refused = "quickstart.sh", "optimizer.lr=-1"  # it is told before anything is trained
+    assert "nvidia-smi shows 2 GPU(s), but torch 9.9+fake cannot use any" in sandbox.run(*refused).stderr
     sandbox.gpus(2)
-    assert "nvidia-smi" not in sandbox.run("quickstart.sh").stderr
+    assert "nvidia-smi" not in sandbox.run(*refused).stderr
     sandbox.gpus(0)
     sandbox.program("nvidia-smi", "#!/bin/bash\necho 'No devices were found'\nexit 6\n")
-    assert "nvidia-smi" not in sandbox.run("quickstart.sh").stderr
+    assert "nvidia-smi" not in sandbox.run(*refused).stderr
 
 
 def test_quickstart_moves_an_earlier_run_aside(sandbox):
     sandbox.program("python3")
     runs = sandbox.repo / "runs"
-    for number in range(3):
-        (runs / "quickstart").mkdir(parents=True)
-        (runs / "quickstart" / "which").write_text(str(number))
-        done = sandbox.run("quickstart.sh")
-        assert f"is now runs/quickstart.{number + 1}" in done.stderr
-    assert [(runs / f"quickstart.{number + 1}" / "which").read_text() for number in range(3)] == ["0", "1", "2"]
+    for name in ("quickstart", "quickstart.1"):
+        (runs / name).mkdir(parents=True)
+        (runs / name / "which").write_text(name)
+    assert "is now runs/quickstart.2" in sandbox.run("quickstart.sh").stderr
+    assert [(runs / f"quickstart.{number}/which").read_text() for number in (1, 2)] == ["quickstart.1", "quickstart"]
 
 
 def test_quickstart_leaves_an_earlier_run_where_it_is_if_its_settings_are_refused(sandbox):

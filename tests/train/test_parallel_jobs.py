@@ -55,7 +55,8 @@ def run_bad(config):
 
 
 def test_a_run_that_stops_goes_on_bit_for_bit_where_ranks_divide_experts(run_ranks, tmp_path, data):
-    whole, halves = (experts_job(tmp_path / name, data, ep_size=2) for name in ("whole", "halves"))
+    short = {"ep_size": 2, "steps": 4, "eval_interval": 2}
+    whole, halves = (experts_job(tmp_path / name, data, **short) for name in ("whole", "halves"))
     run_ranks(run_bad, 2, whole)
     weights = weights_of(whole)
     (biases,) = (value for name, value in weights.items() if name.endswith("balance.value"))
@@ -68,7 +69,7 @@ def test_a_run_that_stops_goes_on_bit_for_bit_where_ranks_divide_experts(run_ran
 
 
 def test_a_run_goes_on_from_any_layout_with_the_same_weights(run_ranks, tmp_path, data, capsys):
-    run = experts_job(tmp_path, data, ep_size=2, steps=2)
+    run = experts_job(tmp_path, data, ep_size=2, steps=2, eval_interval=0)
     run_ranks(run_on_ranks, 2, run)
     saved = weights_of(run)
     # Loading and saving on another layout changes no bit: no update is left to take.
@@ -127,11 +128,9 @@ def _values(folder, *tags):
 @pytest.mark.also_wide
 def test_a_pipeline_s_job_is_one_process_s_job(run_ranks, tmp_path, data):
     whole, pipe = tmp_path / "whole", tmp_path / "pipe"
-    tokenizer = str(data / "tokenizer.json")
-    expected = run_on_ranks(pipeline_job(whole, data, tokenizer=tokenizer))
-    assert (
-        run_ranks(run_on_ranks, 2, pipeline_job(pipe, data, tokenizer=tokenizer, parallelism=STAGES)) == [expected] * 2
-    )
+    same = {"tokenizer": str(data / "tokenizer.json"), "steps": 4, "eval_interval": 2}
+    expected = run_on_ranks(pipeline_job(whole, data, **same))
+    assert run_ranks(run_on_ranks, 2, pipeline_job(pipe, data, parallelism=STAGES, **same)) == [expected] * 2
     for tags in (("train/loss", "optim/grad_norm", "optim/loss_scale"), ("valid/loss",)):
         assert _values(pipe, *tags) == _values(whole, *tags)
     examined, wanted = (
