@@ -218,7 +218,7 @@ def test_every_command_of_the_readme_runs(clone, monkeypatch, capsys):
 
 
 def _scales(clone, capsys):
-    """Run the commands that scale the job. Two ranks stand for eight, and programs of one line for a cluster's."""
+    """Run the commands that scale the job. Few ranks stand for eight, and programs of one line for a cluster's."""
     torchrun = {"torchrun": f'exec {sys.executable} -m torch.distributed.run "$@"'}
     for name, body in (STAND_INS | torchrun).items():
         program = clone.root.parent / "bin" / name
@@ -226,12 +226,10 @@ def _scales(clone, capsys):
         program.chmod(0o755)
     script, torchrun, *others, plan = _commands("Scale")
     assert plan.startswith("megamix plan")  # tests/test_readme.py
-    script, torchrun = (
-        f"{command.replace('8', '2')} checkpoint.folder=runs/scale{number}"
-        for number, command in enumerate((script, torchrun))
-    )
-    assert "2 rank(s)" in clone.run(script, capsys)
-    assert "2 rank(s)" in clone.bash(f"export PYTHONPATH=.; {torchrun}")
+    alone = torchrun.replace("tp_size=2", "tp_size=1")
+    for ranks, command in ((2, script), (1, f"export PYTHONPATH=.; {alone}")):
+        small = f"{command.replace('8', str(ranks))} checkpoint.folder=runs/scale{ranks}"
+        assert f"{ranks} rank(s)" in clone.run(small, capsys)
     for command in others:
         assert command.split()[0] in STAND_INS
         clone.bash(command)

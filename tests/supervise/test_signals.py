@@ -41,7 +41,7 @@ from tests.conftest import FULL
 from tests.train.outcome import differences, end_of
 from tests.train.recorded import counted_calls
 
-STEPS, EVAL_INTERVAL, SAVE_INTERVAL = 20, 7, 5
+STEPS, EVAL_INTERVAL, SAVE_INTERVAL = 14, 6, 5
 TRIALS = 40 if FULL else 4
 PLACES = ("training", "saving", "saving aside", "validating")  # places at which the signal comes, in turn
 
