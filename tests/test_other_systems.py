@@ -77,11 +77,13 @@ def test_a_peak_of_memory_is_in_bytes_on_either_system(monkeypatch):
     assert peak_resident() == 1000
 
 
-def test_ranks_keep_to_loopback_by_its_name_on_either_system(monkeypatch):
-    environment = {"NCCL_SOCKET_IFNAME": "eth0"}
+def test_ranks_keep_to_loopback_by_its_name_on_either_system_unless_an_interface_is_named(monkeypatch):
     monkeypatch.setattr(sys, "platform", "darwin")
-    keep_to_loopback(environment)
-    assert environment == {"NCCL_SOCKET_IFNAME": "eth0", "GLOO_SOCKET_IFNAME": "lo0"}
+    gloo, nccl = {"GLOO_SOCKET_IFNAME": "lo0"}, {"NCCL_SOCKET_IFNAME": "=lo0"}
+    for given, want in (({"NCCL_SOCKET_IFNAME": "eth0"}, gloo), ({"GLOO_SOCKET_IFNAME": "eth1"}, nccl)):
+        environment = dict(given)
+        keep_to_loopback(environment)
+        assert environment == given | want
 
 
 def test_a_part_of_the_first_light_starts_where_no_process_can_end_with_its_parent(tmp_path, monkeypatch):

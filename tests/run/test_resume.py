@@ -39,7 +39,8 @@ JOBS = {
 }
 KILLS = [*zip(range(400 if FULL else 4), cycle(JOBS), strict=False)]  # 100 kills of each job, or one
 STEPS = 14
-CHAIN_STEPS, CHAIN_KILLS = (200, 25) if FULL else (STEPS, 2)
+KILL_STEPS = 10  # of runs that are killed
+CHAIN_STEPS, CHAIN_KILLS = (200, 25) if FULL else (KILL_STEPS, 2)
 BAD = frozenset((3, 4, 9, 15, 16, 21, 40, 41, 90))  # attempts that overflow
 
 
@@ -89,7 +90,7 @@ def uninterrupted(tmp_path_factory, data, run_ranks):
     """Run one of the jobs on two ranks. Return its folder, and its number of calls."""
 
     @cache
-    def run(job, steps=STEPS):
+    def run(job, steps):
         folder = tmp_path_factory.mktemp("uninterrupted")
         return folder, min(run_ranks(_counted, 2, _config(folder, data, steps, **JOBS[job])))
 
@@ -98,9 +99,9 @@ def uninterrupted(tmp_path_factory, data, run_ranks):
 
 @pytest.mark.parametrize(("trial", "job"), also_wide(KILLS, (3, "muon")))
 def test_killed_at_any_instant_and_resumed_it_ends_bitwise_equal(tmp_path, data, run_ranks, uninterrupted, trial, job):
-    whole, calls = uninterrupted(job)
+    whole, calls = uninterrupted(job, KILL_STEPS)
     rng = random.Random(trial)
-    config = _config(tmp_path, data, checkpoint={"async_save": trial % 2 == 0}, **JOBS[job])
+    config = _config(tmp_path, data, KILL_STEPS, checkpoint={"async_save": trial % 2 == 0}, **JOBS[job])
     victim, at_call = rng.randrange(2), rng.randrange(calls)
     if not _killed(config, victim, at_call):  # waiting took fewer calls than in the uninterrupted run
         shutil.rmtree(tmp_path / "run")
@@ -121,7 +122,7 @@ def test_killed_again_and_again_it_ends_bitwise_equal(tmp_path, data, run_ranks,
 
 
 def test_each_shard_ends_with_the_same_bits(uninterrupted):
-    folders = [uninterrupted(shard)[0] for shard in get_args(Shard)]
+    folders = [uninterrupted(shard, KILL_STEPS)[0] for shard in get_args(Shard)]
     weights = [(folder / "run/weights.safetensors").read_bytes() for folder in folders]
     rows = [metrics_of(folder) for folder in folders]
     assert rows == [rows[0]] * 3

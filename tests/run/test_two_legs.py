@@ -20,12 +20,10 @@ from tests.builders import VOCAB, run_on_ranks, tiny_job, write_data
 GOES_ON = [
     ({"steps": 6}, "training.steps: 4 -> 6", 1),
     ({"lr": 0.005, "weight_decay": 0.0, "clip_grad": 0.0}, "optimizer.lr: 0.01 -> 0.005", 1),
-    ({"optimizer": {"adamw": {"betas": [0.95, 0.9]}}}, "optimizer.adamw.betas", 1),
     ({"shard": "parameters", "accumulate": "owner"}, "parallelism.shard", 2),
     ({}, "ranks: 1 -> 2", 2),
     ({"tp_size": 2}, "parallelism.tp_size", 2),
     ({"micro_batch_size": 1, "global_batch_size": 16}, "training.global_batch_size", 1),
-    ({"decay_style": "linear"}, "lr_schedule.decay_style", 1),
     ({"stages": [{"from_sample": 48, "train": "OTHER"}]}, "data.stages", 1),
     ({"valid": "OTHER"}, "data.valid", 1),
     ({"precision": {"dtype": "bf16", "loss_scale": {}}}, "precision.dtype", 1),
@@ -95,14 +93,14 @@ def test_a_changed_leg_goes_on_and_says_so(leg, tmp_path, settings, told, ranks)
     assert not [*(tmp_path / "run/checkpoints").glob("*damaged*")]
 
 
-@pytest.mark.parametrize(("settings", "refused"), REFUSED)
-def test_another_run_is_refused_by_name_and_nothing_is_touched(leg, tmp_path, settings, refused):
+def test_another_run_is_refused_by_name_and_nothing_is_touched(leg, tmp_path):
     def left():
         run = tmp_path / "run"
         return sorted(path.name for path in (run / "checkpoints").iterdir()), (run / "metrics.jsonl").read_bytes()
 
     before = left()
-    assert refused in leg(settings)
-    assert left() == before
+    for settings, refused in REFUSED:
+        assert refused in leg(settings)
+        assert left() == before, refused
     assert "step_00000004 after update 4" in leg({})
     assert checkpoints(tmp_path / "run/checkpoints")[0].name == "step_00000006"
