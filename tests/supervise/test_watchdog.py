@@ -105,7 +105,7 @@ def _strike(folder, fault, victim, rank, number):
 # Each kind of fault, and with all counts each on each rank.
 KINDS = (_killed, _stopped, _asleep, _elsewhere, _hangs_in_data, _hangs_in_forward)
 CASES = [(fault, victim) for victim in (0, 1) for fault in KINDS]
-CASES = CASES if FULL else [(_killed, 0), (_stopped, 1), (_hangs_in_data, 0), (_elsewhere, 1)]
+CASES = CASES if FULL else [(_killed, 0), (_killed, 1), (_stopped, 1), (_hangs_in_data, 0), (_elsewhere, 1)]
 SLOW, NO_MEMORY = (_writes_slowly, 1), (_without_memory, 1)
 IN_A_STAGE = [(_hangs_in_a_stage, 0)]
 BEHIND = "rank {} fell behind\n"
