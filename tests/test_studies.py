@@ -2,12 +2,12 @@
 of 20,000 steps; the page holds what the studies print.
 """
 
-import os
 import re
-import subprocess
+import runpy
 import sys
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import bf16_moments
 import bf16_rounding
@@ -35,6 +35,14 @@ STUDIES = (
     regression, vanishing,
 )  # fmt: skip
 PAGE = run_all.PAGE.read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _texts(tmp_path_factory):
+    """Prepare the text of all small studies once."""
+    texts = study.prepare_text(True, tmp_path_factory.mktemp("texts"))
+    with mock.patch.object(study, "prepare_text", lambda small, folder: texts):
+        yield
 
 
 @pytest.fixture
@@ -241,9 +249,8 @@ def _numbers(text):
     return re.findall(r"\d+(?:[.,]\d+)*", text)
 
 
-def test_a_study_runs_from_its_command():
-    printed = subprocess.run(
-        [sys.executable, "docs/studies/bf16_rounding.py", "--small"],
-        cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, text=True, check=True,
-    ).stdout  # fmt: skip
-    assert printed == bf16_rounding.text(bf16_rounding.measure(small=True)) + "\n"
+def test_a_study_runs_from_its_command(monkeypatch, capsys):
+    script = "docs/studies/bf16_rounding.py"
+    monkeypatch.setattr(sys, "argv", [script, "--small"])
+    runpy.run_path(str(ROOT / script), run_name="__main__")
+    assert capsys.readouterr().out == bf16_rounding.text(bf16_rounding.measure(small=True)) + "\n"
