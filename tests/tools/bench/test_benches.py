@@ -128,6 +128,7 @@ def test_benches_run_from_end_to_end_and_leave_lines_of_json(tmp_path, capsys, m
 
 
 def test_startup_fills_the_cache_before_it_finds_it_full(monkeypatch):
+    fork_ranks(monkeypatch)
     real, starts = startup_bench._seconds_to_first_step, []
 
     def seconds(side, work, environment, world_size):
@@ -138,7 +139,7 @@ def test_startup_fills_the_cache_before_it_finds_it_full(monkeypatch):
     monkeypatch.setattr(startup_bench, "MAX_ROUNDS", 1)
     result = startup(Settings(work=replace(WORK, compile_update=True), rounds=9))
     assert [*result.raw] == ["ours, compile cache cold", "ours, compile cache warm", "ours, no compiler", "ddp"]
-    assert 0.5 < result.raw["ddp"][0] < 120
+    assert 0 < result.raw["ddp"][0] < 120
     cold, warm, uncompiled, _ = starts
     assert cold == warm
     assert (cold[1].compile_update, uncompiled[1].compile_update) == (True, False)
@@ -160,11 +161,9 @@ def test_the_bytes_of_an_update_are_those_of_its_tensors():
         rank = UpdateRank(replace(WORK, dtype=dtype), optimizer)
         moved = 0
         for bucket in rank._buckets:
-            both = [
-                bucket.master,
-                *(state for states in bucket.states for state in states.values()),
-            ]  # read and written
-            moved += sum(tensor.nbytes for tensor in [bucket.grads, bucket.params, *both, *both])
+            states = [state for of_span in bucket.states for state in of_span.values()]
+            both = 2 * [bucket.master, *states]  # read and written
+            moved += sum(tensor.nbytes for tensor in [bucket.grads, bucket.params, *both])
         assert moved == update_bench.update_bytes(optimizer) * rank.num_params()
         bytes_a_param = 20 if "moments" in name else 28
         seconds = {LIBRARY: [1e-9 * rank.num_params()], COPY: [1.0]}
