@@ -1,5 +1,6 @@
 """Scripts that know nothing of an audit: `python -m tests.tools.audit.scripts NAME` calls NAME."""
 
+import importlib
 import os
 import sys
 from contextlib import nullcontext
@@ -249,6 +250,17 @@ def root_of_zero():
         module, sgd(module),
         lambda module, step: loss_of(module, step) + (module[1].bias * (step < 2)).square().sum().sqrt(),
     )  # fmt: skip
+
+
+def by_engine():
+    """Train by megamix's own engine, imported as a new Python would."""
+    from megamix import NAG
+    from megamix.mixed_precision import engine
+
+    trained = importlib.reload(engine).ShardedEngine(model(), NAG(lr=0.1), compile_update=False)
+    for step in count():
+        trained.backward(loss_of(trained, step))
+        trained.step()
 
 
 def never_met():
