@@ -1,13 +1,7 @@
-"""A prepare that a test starts, and ends: `python -m tests.data.prepare_job INPUT OUTPUT WORKERS [KILL_AT_CALL]`.
-
-Says "ready" once everything is imported. With KILL_AT_CALL it kills itself by SIGKILL instead of the call of that
-number to the disk; it says the number of calls at its end.
-"""
+"""A prepare that a test runs, or starts in a process of its own, and ends."""
 
 import os
 import signal
-import sys
-from pathlib import Path
 
 from megamix.data.prepare.corpus import input_corpus
 from megamix.data.prepare.prepare_corpus import Request, prepare_corpus
@@ -22,14 +16,16 @@ def prepare(source, output, num_workers):
     return prepare_corpus(input_corpus([str(source)]), output, request)
 
 
-def main():
-    source, output, num_workers, *kill_at = sys.argv[1:]
+def prepare_apart(source, output, num_workers, kill_at=None):
+    """Prepare in a process of its own, which kills itself by SIGKILL instead of the call of that number to the disk.
+    Beside the output it writes the number of calls at its end.
+    """
     calls = []
 
     def counted(function):
         def call(*args, **kwargs):
             calls.append(function)
-            if [str(len(calls))] == kill_at:
+            if len(calls) == kill_at:
                 os.kill(os.getpid(), signal.SIGKILL)
             return function(*args, **kwargs)
 
@@ -37,10 +33,5 @@ def main():
 
     for name in ("fsync", "rename", "replace", "unlink", "mkdir", "rmdir"):
         setattr(os, name, counted(getattr(os, name)))
-    print("ready", flush=True)
-    prepare(source, Path(output), int(num_workers))
-    print(len(calls), flush=True)
-
-
-if __name__ == "__main__":
-    main()
+    prepare(source, output, num_workers)
+    output.with_name("calls").write_text(str(len(calls)))

@@ -7,12 +7,9 @@ import gzip
 import json
 import random
 import signal
-import subprocess
-import sys
 import threading
 import time
 from functools import partial
-from pathlib import Path
 
 import pytest
 
@@ -20,10 +17,10 @@ from megamix.data.prepare import prepare_corpus as prepare_module
 from megamix.data.prepare import workers
 from megamix.data.prepare.pieces import encode_piece
 from megamix.data.token_file import TokenFile
+from megamix.tools.ranks import forkserver
 from tests.conftest import FULL
-from tests.data.prepare_job import prepare
+from tests.data.prepare_job import prepare, prepare_apart
 
-ROOT = Path(__file__).parents[2]
 KILLS = 50 if FULL else 3
 
 
@@ -50,20 +47,17 @@ def contents(folder):
 
 
 def start(*arguments):
-    command = [sys.executable, "-m", "tests.data.prepare_job", *map(str, arguments)]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    assert process.stdout.readline() == "ready\n"
+    process = forkserver().Process(target=prepare_apart, args=arguments)
+    process.start()
     return process
 
 
 @pytest.fixture(scope="module")
 def whole(source, tmp_path_factory):
     """Return what a run writes that nobody kills, its calls to the disk, and its seconds."""
-    output = tmp_path_factory.mktemp("whole") / "out"
-    process = start(source, output, 1)
-    since = time.perf_counter()
-    calls, _ = process.communicate()
-    return contents(output), int(calls), time.perf_counter() - since
+    output, since = tmp_path_factory.mktemp("whole") / "out", time.perf_counter()
+    start(source, output, 1).join()
+    return contents(output), int(output.with_name("calls").read_text()), time.perf_counter() - since
 
 
 @pytest.mark.parametrize("seed", range(KILLS))
@@ -78,8 +72,8 @@ def test_killed_at_a_random_instant_and_rerun_the_files_are_those_of_a_whole_run
             process.kill()
         else:  # before a call to the disk
             process = start(source, output, 1, pick.randint(1, calls))
-        process.communicate()
-        assert process.returncode in (0, -signal.SIGKILL)
+        process.join()
+        assert process.exitcode in (0, -signal.SIGKILL)
         assert not output.exists() or contents(output) == want
     prepare(source, output, num_workers=1)
     assert contents(output) == want
