@@ -5,6 +5,7 @@ micro-batch, and inf or NaN. Finite gradients are never named.
 import dataclasses
 import math
 import random
+from functools import partial
 
 import pytest
 import torch
@@ -117,34 +118,35 @@ def test_a_parameter_in_pieces_is_one_whose_worst_piece_counts():
 UP = "blocks.1.feed_forward.up.weight"
 
 
-def _places(layout, ep_size, shard, wrong):
-    """Return what overflows if the gradients of some experts, by their numbers in the model, get a value each."""
+def _places(layout, ep_size, shard, wrongs):
+    """Return what overflows in steps in which the gradients of some experts, by their numbers in the model, get a value
+    each.
+    """
     config = experts_job(layout, ep_size, "bf16", shard)
     runner = build_training(config, torch.device("cpu"))
-    engine, ep = runner.engine, runner.engine.topology.along("ep")
+    engine, ep, told = runner.engine, runner.engine.topology.along("ep"), []
 
-    def plant(grad):
+    def plant(grad, wrong):
         grad, first = grad.clone(), ep.rank * len(grad)
         for expert in range(first, first + len(grad)):
             if expert in wrong:
                 grad[expert - first, 3, 5] = wrong[expert]
         return grad
 
-    dict(engine.module.named_parameters())[UP].register_hook(plant)
-    result = take_step(config, runner, 0)
-    peaks = gather_peaks(engine, result.by_piece, result.peak_rows)
-    return [f"{peak.place} ({peak.fault})" for peak in peaks if peak.fault]
+    for wrong in wrongs:
+        hook = dict(engine.module.named_parameters())[UP].register_hook(partial(plant, wrong=wrong))
+        result = take_step(config, runner, 0)
+        hook.remove()
+        peaks = gather_peaks(engine, result.by_piece, result.peak_rows)
+        told.append([f"{peak.place} ({peak.fault})" for peak in peaks if peak.fault])
+    return told
 
 
 @pytest.mark.parametrize(("layout", "ep_size", "shard"), [("dp2", 2, "states"), ("dp2", 1, "gradients")])
 def test_an_overflow_names_the_expert(run_ranks, layout, ep_size, shard):
-    for wrong, told in (
-        ({5: INF}, f"{UP}, expert 5 (inf)"),
-        ({0: 2.0**64}, f"{UP}, expert 0 (too large to square)"),
-        ({7: -INF, 2: NAN}, f"{UP}, experts 2 to 7 (NaN)"),
-        ({1: INF, 3: INF}, f"{UP}, experts 1 to 3 (inf)"),
-    ):
-        assert run_ranks(_places, 2, layout, ep_size, shard, wrong) == [[told]] * 2
+    wrongs = {5: INF}, {0: 2.0**64}, {7: -INF, 2: NAN}, {1: INF, 3: INF}
+    told = "expert 5 (inf)", "expert 0 (too large to square)", "experts 2 to 7 (NaN)", "experts 1 to 3 (inf)"
+    assert run_ranks(_places, 2, layout, ep_size, shard, wrongs) == [[[f"{UP}, {one}"] for one in told]] * 2
 
 
 def test_rows_that_two_experts_share_name_both():
