@@ -25,52 +25,30 @@ FOLDER = ROOT / "launch/kubernetes"
 
 # The fields of Kubernetes 1.36 and of Kubeflow Trainer 2 that the files use. A type stands for a value, a list for any
 # number of such values, a string for this very value.
-NAMED = {"name": str}
+NAMED, LABELS, LIMITS = {"name": str}, {"labels": dict}, {"limits": dict}
+ENV = NAMED | {"value": str, "valueFrom": {"fieldRef": {"fieldPath": str}}}
+CONTAINER = NAMED | {"image": str, "args": [str], "env": [ENV], "resources": LIMITS}
+CONTAINER["volumeMounts"] = [NAMED | {"mountPath": str}]
+MEMORY, CLAIM = {"medium": "Memory", "sizeLimit": str}, {"claimName": str}
+VOLUME = NAMED | {"emptyDir": MEMORY, "persistentVolumeClaim": CLAIM}
+POD = {"subdomain": str, "restartPolicy": "Never", "terminationGracePeriodSeconds": int}
+POD["securityContext"] = {"runAsNonRoot": bool, "runAsUser": int, "fsGroup": int}
+POD |= {"containers": [CONTAINER], "volumes": [VOLUME]}
 CODES = {"containerName": str, "operator": "In", "values": [int]}
 RULE = {"action": str, "onExitCodes": CODES, "onPodConditions": [{"type": str, "status": str}]}
-ENV = {"name": str, "value": str, "valueFrom": {"fieldRef": {"fieldPath": str}}}
-CONTAINER = {
-    "name": str,
-    "image": str,
-    "args": [str],
-    "env": [ENV],
-    "resources": {"limits": dict},
-    "volumeMounts": [{"name": str, "mountPath": str}],
-}
-VOLUME = {"name": str, "emptyDir": {"medium": "Memory", "sizeLimit": str}, "persistentVolumeClaim": {"claimName": str}}
-POD = {
-    "subdomain": str,
-    "restartPolicy": "Never",
-    "terminationGracePeriodSeconds": int,
-    "securityContext": {"runAsNonRoot": bool, "runAsUser": int, "fsGroup": int},
-    "containers": [CONTAINER],
-    "volumes": [VOLUME],
-}
-JOB = {
-    "completionMode": "Indexed",
-    "completions": int,
-    "parallelism": int,
-    "backoffLimit": int,
-    "podFailurePolicy": {"rules": [RULE]},
-    "template": {"metadata": {"labels": dict}, "spec": POD},
-}
-NODE = {"name": "node", "template": {"metadata": {"labels": dict}, "spec": JOB}}
-TRAINER = {"command": [str], "args": [str], "numNodes": int, "resourcesPerNode": {"limits": dict}}
+JOB = {"completionMode": "Indexed", "completions": int, "parallelism": int, "backoffLimit": int}
+JOB |= {"podFailurePolicy": {"rules": [RULE]}, "template": {"metadata": LABELS, "spec": POD}}
+NODES = {"replicatedJobs": [{"name": "node", "template": {"metadata": LABELS, "spec": JOB}}]}
+RUNTIME = {"mlPolicy": {"numNodes": int, "torch": dict}, "template": {"spec": NODES}}
+TRAINER = {"command": [str], "args": [str], "numNodes": int, "resourcesPerNode": LIMITS}
+TRAINED = {"runtimeRef": NAMED | {"apiGroup": str, "kind": str}, "trainer": TRAINER}
+SERVICE = {"clusterIP": "None", "publishNotReadyAddresses": bool, "selector": {"job-name": str}}
 KUBEFLOW = "trainer.kubeflow.org/v1alpha1"
 KINDS = {
-    "Service": {
-        "apiVersion": "v1",
-        "spec": {"clusterIP": "None", "publishNotReadyAddresses": bool, "selector": {"job-name": str}},
-    },
+    "Service": {"apiVersion": "v1", "spec": SERVICE},
     "Job": {"apiVersion": "batch/v1", "spec": JOB},
-    "TrainingRuntime": {
-        "apiVersion": KUBEFLOW,
-        "spec": {"mlPolicy": {"numNodes": int, "torch": dict}, "template": {"spec": {"replicatedJobs": [NODE]}}},
-    },
-    "TrainJob": {
-        "apiVersion": KUBEFLOW,
-        "spec": {"runtimeRef": {"apiGroup": str, "kind": str, "name": str}, "trainer": TRAINER},
-    },
+    "TrainingRuntime": {"apiVersion": KUBEFLOW, "spec": RUNTIME},
+    "TrainJob": {"apiVersion": KUBEFLOW, "spec": TRAINED},
 }
 
 
