@@ -94,9 +94,9 @@ def test_the_table_has_a_row_a_layout_and_settings_that_make_the_first_one(tmp_p
     settings = said.removeprefix("the first row as settings: ").split()
     assert check_world_size(load_config(SMALL[0], [*SMALL[1:], *settings]), 8) == []
     plot = tmp_path / "plan.svg"
-    assert main(["plan", *SMALL, "--gpus", "8..32", "--json", "--plot", str(plot)]) == 0
+    assert main(["plan", *SMALL, "--gpus", "8..16", "--json", "--plot", str(plot)]) == 0
     layouts = json.loads(capsys.readouterr().out)["layouts"]
-    assert [*layouts] == ["8", "16", "32"]
+    assert [*layouts] == ["8", "16"]
     best = layouts["8"][0]
     assert best["settings"] == settings
     assert sum(best["parts_s"].values()) == pytest.approx(best["step_s"])
