@@ -66,8 +66,8 @@ def test_all_sides_agree_on_the_losses_in_fp32_and_nearly_in_half_precision(run_
     assert abs(ours[3] - ours[0]) > 1e-3  # otherwise a side that never updates would agree as well
     halves = [(HALF, torch.bfloat16), (FP16, torch.float16)] if whole else [(builds, torch.bfloat16)]
     for of_half, dtype in halves:
-        for name, losses in run_ranks(_losses, 2, of_half, work, 3, dtype)[0].items():
-            assert losses == pytest.approx(ours[:3], abs=2e-2), (name, dtype)
+        for name, losses in run_ranks(_losses, 2, of_half, work, 2, dtype)[0].items():
+            assert losses == pytest.approx(ours[:2], abs=2e-2), (name, dtype)
 
 
 def _turns():
