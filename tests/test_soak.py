@@ -8,12 +8,12 @@ SEED = 43  # strikes with a flipped bit, SIGINT, a death in a save and a full di
 
 
 def test_a_short_soak_passes_and_finds_what_is_wrong(tmp_path, capsys):
-    wrong, _ = soak(tmp_path, steps=90, every=16, seed=SEED)
+    wrong, _ = soak(tmp_path, steps=40, every=8, seed=SEED)
     told = capsys.readouterr().out
     assert wrong == [], told
     assert "0 other ends than told" in told
     with (tmp_path / "fire/run/metrics.jsonl").open("a") as log:
-        log.write('{"step": 90}\n')
-    (tmp_path / "fire/run/checkpoints/step_00000099.partial-0").mkdir()
+        log.write('{"step": 40}\n')
+    (tmp_path / "fire/run/checkpoints/step_00000044.partial-0").mkdir()
     wrong = faults_of(Fight([], 1, 0, ["a start without end"]), tmp_path / "clean", tmp_path / "fire")
     assert [line.partition(" ")[0] for line in wrong] == ["surprise:", "metrics", "0", "left"]
