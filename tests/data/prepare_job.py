@@ -7,7 +7,7 @@ from megamix.data.prepare.corpus import input_corpus
 from megamix.data.prepare.prepare_corpus import Request, prepare_corpus
 from megamix.data.prepare.tokenizer_choice import TokenizerChoice
 
-PIECE_BYTES = 2**15  # a small corpus makes many pieces
+PIECE_BYTES = 2**14  # a small corpus makes many pieces
 
 
 def prepare(source, output, num_workers):

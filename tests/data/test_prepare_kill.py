@@ -26,19 +26,19 @@ KILLS = 50 if FULL else 3
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    """Write about 400 KB in files of every way to be cut, with bad records among them."""
+    """Write about 200 KB in files of every way to be cut, with bad records among them."""
     folder = tmp_path_factory.mktemp("source")
     pick = random.Random(5)
 
     def text(length):
         return " ".join(pick.choices(["alpha", "beta", "gamma", "delta", "omega\n", "naïve", "  ", "42"], k=length))
 
-    lines = [json.dumps({"text": text(pick.randint(1, 60))}) for _ in range(1200)]
+    lines = [json.dumps({"text": text(pick.randint(1, 30))}) for _ in range(1200)]
     lines[700] = "no JSON"
     (folder / "a.jsonl").write_text("\n".join(lines[:900]))
     (folder / "b.jsonl.gz").write_bytes(gzip.compress("\n".join(lines[900:]).encode(), mtime=0))
     for number in range(60):
-        (folder / f"c{number}.txt").write_text(text(400))
+        (folder / f"c{number}.txt").write_text(text(200))
     return folder
 
 
@@ -80,7 +80,7 @@ def test_killed_at_a_random_instant_and_rerun_the_files_are_those_of_a_whole_run
 
 
 def test_neither_workers_nor_the_size_of_pieces_change_a_byte(source, whole, tmp_path, monkeypatch):
-    for name, piece_bytes, num_workers in (("two", 2**15, 2), ("one", 2**40, 1)):
+    for name, piece_bytes, num_workers in (("two", 2**14, 2), ("one", 2**40, 1)):
         monkeypatch.setattr("tests.data.prepare_job.PIECE_BYTES", piece_bytes)
         prepare(source, tmp_path / name, num_workers)
         assert contents(tmp_path / name) == whole[0]
