@@ -146,11 +146,10 @@ def _compare(cases):
         assert any(weights[name].any() for name in weights if name.endswith("balance.value")), "no bias has moved"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_stages_of_a_pipeline_add_losses_and_counts_as_one_process_does(run_ranks, dtype):
+def test_stages_of_a_pipeline_add_losses_and_counts_as_one_process_does(run_ranks):
     more = (("experts", EXPERTS),)
-    cases = [Case(schedule=schedule, dtype=dtype, more=more, packed=True) for schedule in SCHEDULES]
-    cases.append(Case(dtype=dtype, more=(*more, ("recompute", "full"))))
+    cases = [Case(schedule=schedule, dtype=torch.float16, more=more, packed=True) for schedule in SCHEDULES]
+    cases.append(Case(more=(*more, ("recompute", "full"))))
     run_ranks(_compare, 2, cases, deadline_s=120.0)
 
 

@@ -6,10 +6,6 @@ possible.
 import os
 import re
 import socket
-import subprocess
-import sys
-from contextlib import ExitStack
-from functools import partial
 from unittest import mock
 
 import pytest
@@ -20,6 +16,7 @@ import megamix
 from megamix.cli import main
 from megamix.comm import starters
 from megamix.config import config_to_toml
+from megamix.tools.ranks import forkserver
 from tests.builders import make_engine, tiny_job
 
 KNOWN = re.compile("RANK$|WORLD_SIZE$|^(SLURM|OMPI|PMI|PMIX|MPI|MASTER)_")
@@ -51,15 +48,15 @@ def _torchrun(rank):
     return {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
 
 
-PROGRAM = """
-import torch, megamix
-device = megamix.start_ranks(timeout_s=60)
-torch.manual_seed(0)
-model = torch.nn.Linear(4, 1)
-engine = megamix.ShardedEngine(model, megamix.AdamW(lr=0.1), megamix.Precision(torch.float32), compile_update=False)
-engine.backward(model(torch.full((1, 4), 1.0 + engine.topology.world.rank)).sum())
-print(device, engine.topology.world.size, float(engine.step().grad_norm))
-"""
+def _program(told, pipe):
+    os.environ.clear()
+    os.environ |= told
+    device = megamix.start_ranks(timeout_s=60)
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    engine = make_engine(model)
+    engine.backward(model(torch.full((1, 4), 1.0 + engine.topology.world.rank)).sum())
+    pipe.send((device.type, engine.topology.world.size, float(engine.step().grad_norm)))
 
 
 def _free_port():
@@ -67,16 +64,17 @@ def _free_port():
         return str(listener.getsockname()[1])
 
 
-def test_a_program_trains_on_all_ranks_that_srun_has_started(told, tmp_path):
+def test_a_program_trains_on_all_ranks_that_srun_has_started(told):
     port = {"MASTER_PORT": _free_port()}  # the default would be the same for every run of this test
-    start = partial(subprocess.Popen, [sys.executable, "-c", PROGRAM], cwd=tmp_path, text=True, stdout=subprocess.PIPE)
-    with ExitStack() as stack:
-        programs = [start(env=told | _srun(rank) | port) for rank in (0, 1)]
-        for program in programs:
-            stack.callback(program.kill)
-        answers = [program.communicate(timeout=100)[0] for program in programs]
+    mine, theirs = forkserver().Pipe()
+    programs = [forkserver().Process(target=_program, args=(told | _srun(rank) | port, theirs)) for rank in (0, 1)]
+    for program in programs:
+        program.start()
+    for program in programs:
+        program.join(100.0)
+        program.kill()
     # The mean over the ranks of a sum over inputs of 1 and of 2: gradients of 1.5, for the bias of 1.
-    assert answers == [f"cpu 2 {float(torch.tensor(10.0).sqrt())}\n"] * 2
+    assert [mine.recv() for _ in programs if mine.poll()] == [("cpu", 2, float(torch.tensor(10.0).sqrt()))] * 2
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from megamix.tools.plan.memory_plan import plan_memory
 from megamix.tools.verify.core.layout import parse_layout
 from megamix.tools.verify.layouts.judge_steps import judge
 from megamix.tools.verify.layouts.observe import observe
-from tests.builders import make_engine, tiny_job, write_data
+from tests.builders import make_engine, tiny_job
 from tests.checkpoint.state import all_or_none_of
 from tests.tools.verify.jobs import make_config
 from tests.train.outcome import metrics_of
@@ -36,13 +36,32 @@ ROWS = "tests.doors.rows_axis"
 
 
 @pytest.fixture
-def rows(doors, run_ranks):
-    """Register the plugin's axis anew, and forget it after the test, on the ranks, too."""
+def rows(doors):
+    """Register the plugin's axis anew, and forget it after the test."""
     sys.modules.pop(ROWS, None)
     importlib.import_module(ROWS)
     yield
     del sys.modules[ROWS]
-    run_ranks.close()
+
+
+def _forget():
+    for known in (AXES, MORE_AXES.sections, MORE_AXES.registered):
+        known.pop("rows", None)
+    sys.modules.pop(ROWS, None)
+
+
+@pytest.fixture
+def rows_on_ranks(rows, run_ranks):
+    """`run_ranks`, whose ranks forget the axis, too."""
+    sizes = set()
+
+    def run(case, size, *args):
+        sizes.add(size)
+        return run_ranks(case, size, *args)
+
+    yield run
+    for size in sizes:
+        run_ranks(_forget, size)
 
 
 def _verified(layout, dtype, **more):
@@ -64,13 +83,13 @@ def _assert_passes(run_ranks, configs):
         assert 0 < verdict.worst["gradient"] < 1
 
 
-def test_verify_passes_an_axis_of_parts(rows, run_ranks):
+def test_verify_passes_an_axis_of_parts(rows_on_ranks):
     configs = [
         _verified("rows2tp2", "fp16", packing="documents"),
         _verified("dp2rows2", "bf16", name="muon", shard="gradients"),
         _verified("dp2rows2", "fp32", packing="documents"),
     ]
-    _assert_passes(run_ranks, configs)
+    _assert_passes(rows_on_ranks, configs)
 
 
 def _losses_that_count_in_whole(config):
@@ -79,36 +98,34 @@ def _losses_that_count_in_whole(config):
         return observe(config, 1, None)
 
 
-def test_losses_of_parts_that_count_once_are_found(rows, run_ranks):
+def test_losses_of_parts_that_count_once_are_found(rows_on_ranks):
     config = _verified("rows2", "fp32")
-    verdict = judge(config, run_ranks(_losses_that_count_in_whole, 2, config), torch.device("cpu"), 1, None)
+    verdict = judge(config, rows_on_ranks(_losses_that_count_in_whole, 2, config), torch.device("cpu"), 1, None)
     assert verdict.differences[0].attempt == 0
 
 
-def _job(folder, steps=4, **parallelism):
-    more = {"save_interval": 4, "log_interval": 1, "precision_interval": 0}
-    return tiny_job(folder, plugins=[ROWS], parallelism=parallelism, steps=steps, **more)
+def _job(folder, data=None, steps=2, **parallelism):
+    more = {"save_interval": 2, "log_interval": 1, "precision_interval": 0}
+    return tiny_job(folder, tokens=data, plugins=[ROWS], parallelism=parallelism, steps=steps, **more)
 
 
 WITH_ROWS = {"rows": {"size": 2}}
 
 
-def test_a_job_with_the_axis_saves_resumes_elsewhere_and_is_planned(rows, run_ranks, tmp_path):
-    write_data(tmp_path / "data")
+def test_a_job_with_the_axis_saves_resumes_elsewhere_and_is_planned(rows_on_ranks, data, tmp_path):
     samples = []
-    for parallelism, steps in ((WITH_ROWS, 4), ({"dp_size": 2}, 8), (WITH_ROWS, 12)):
-        job = _job(tmp_path, steps, **parallelism)
+    for parallelism, steps in ((WITH_ROWS, 2), ({"dp_size": 2}, 4), (WITH_ROWS, 6)):
+        job = _job(tmp_path, data, steps, **parallelism)
         assert check_world_size(job, 2) == []
-        samples += run_ranks(run_recorded, 2, job)[0].samples()
+        samples += rows_on_ranks(run_recorded, 2, job)[0].samples()
         manifest = read_manifest(sorted((tmp_path / "run/checkpoints").glob("step_*"))[-1] / "manifest.json")
         assert manifest.layout.axes == dict.fromkeys(("pp", "replicas", "dp", "rows", "cp", "tp"), 1) | (
             {"rows": 2} if parallelism is WITH_ROWS else {"dp": 2}
         )
     whole = tmp_path / "whole"
-    write_data(whole / "data")
-    assert samples == run_ranks(run_recorded, 2, _job(whole, 12, **WITH_ROWS))[0].samples()
+    assert samples == rows_on_ranks(run_recorded, 2, _job(whole, data, 6, **WITH_ROWS))[0].samples()
     for folder in (tmp_path, whole):
-        assert [row["step"] for row in metrics_of(folder) if "train/loss" in row] == [*range(1, 13)]
+        assert [row["step"] for row in metrics_of(folder) if "train/loss" in row] == [*range(1, 7)]
     plan = plan_memory(_job(tmp_path, **WITH_ROWS), 1, "cpu")
     assert plan.axes["rows"] == 2
     assert plan.peak < plan_memory(_job(tmp_path), 1, "cpu").peak

@@ -21,7 +21,6 @@ from megamix.parallel.stages import plan_stages
 from megamix.plugins import FAMILIES
 from megamix.run.run_folder import job_problems
 from megamix.tools.plan.activations import TracedWork, trace_stage
-from megamix.train.job import run_job
 from tests.builders import EXPERTS, SEQ_LEN, run_on_ranks, tiny_job, write_data
 from tests.tools.plan.test_activations import BATCH, _counted
 
@@ -77,8 +76,8 @@ def test_ranks_end_where_one_process_does(run_ranks, folder, layout):
 
 
 def test_a_run_that_was_stopped_ends_bitwise_equal(folder):
-    run_job(_job(folder, "stopped", steps=3))
-    run_job(_job(folder, "stopped"))
+    run_on_ranks(_job(folder, "stopped", steps=3))
+    run_on_ranks(_job(folder, "stopped"))
     one, other = _weights(folder, "alone"), _weights(folder, "stopped")
     assert all(torch.equal(one[key], other[key]) for key in one)
 

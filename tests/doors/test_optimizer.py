@@ -7,6 +7,7 @@ import json
 import math
 import sys
 from dataclasses import dataclass, replace
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -32,8 +33,7 @@ from megamix.plugins import OPTIMIZERS
 from megamix.tools.plan import memory_plan
 from megamix.tools.verify.layouts import judge_steps
 from megamix.tools.verify.layouts.observe import observe
-from megamix.train.job import run_job
-from tests.builders import make_engine, run_on_ranks, tiny_job, write_data
+from tests.builders import make_engine, run_on_ranks, tiny_job
 from tests.checkpoint.state import all_or_none_of
 from tests.parallel.layouts import Case, assemble, states
 from tests.tools.verify.jobs import make_config
@@ -230,9 +230,10 @@ def test_the_compiled_path_has_one_graph_for_each_set_of_states_and_the_same_res
     assert _equal(_whole([states(library)]), _whole([states(engine)]))
 
 
-def _job(folder, run, steps=4, beta=0.95):
+def _job(folder, data, run, steps=4, beta=0.95):
     return tiny_job(
         folder,
+        tokens=data,
         plugins=[PLUGIN],
         num_layers=1,
         optimizer={"name": "lion", "lr": 1e-3, "lion": {"betas": [0.9, beta]}},
@@ -243,19 +244,19 @@ def _job(folder, run, steps=4, beta=0.95):
     )
 
 
-def test_a_job_by_its_name_has_its_keys_is_planned_goes_on_bitwise_and_is_exported(run_ranks, tmp_path, capsys):
-    write_data(tmp_path / "data")
+def test_a_job_by_its_name_has_its_keys_is_planned_goes_on_bitwise_and_is_exported(run_ranks, data, tmp_path, capsys):
+    job = partial(_job, tmp_path, data)
     path = tmp_path / "job.toml"
-    path.write_text(config_to_toml(_job(tmp_path, "whole")))
+    path.write_text(config_to_toml(job("whole")))
     assert "[optimizer.lion]" in path.read_text()
     assert main(["plan", str(path), "--json"]) == 0
     planned = json.loads(capsys.readouterr().out)["held"]
     assert planned["optimizer states"] == planned["FP32 masters"]
-    for job in (_job(tmp_path, "whole"), _job(tmp_path, "halves", steps=2), _job(tmp_path, "halves")):
-        run_ranks(run_on_ranks, 2, job)
+    for one in (job("whole"), job("halves", steps=2), job("halves")):
+        run_ranks(run_on_ranks, 2, one)
     one, other = (load_file(tmp_path / run / "weights.safetensors") for run in ("whole", "halves"))
     assert all(torch.equal(one[name], other[name]) for name in one)
-    run_job(_job(tmp_path, "other", beta=0.5))
+    run_on_ranks(job("other", beta=0.5))
     other = load_file(tmp_path / "other" / "weights.safetensors")
     assert not all(torch.equal(one[name], other[name]) for name in one)
     capsys.readouterr()
