@@ -1,4 +1,5 @@
-"""A checkpoint of any number of ranks, bucket size or `shard` loads into any other, bit for bit.
+"""A checkpoint of any number of ranks, bucket size or `shard` loads into any other, bit for bit; blocks of tensor and
+pipeline ranks, too, wherever a chunk of a file ends; states of matrices come to the rank that computes with the matrix.
 A loss scale continues by its rule and the current settings. A checkpoint that does not fit is refused with every kind
 of difference, and changes nothing.
 """
@@ -7,6 +8,7 @@ import itertools
 import logging
 from copy import deepcopy
 from typing import get_args
+from unittest import mock
 
 import pytest
 import torch
@@ -22,24 +24,30 @@ from megamix import (
     Precision,
     StaticLossScale,
     TorchLossScale,
+    tuned,
 )
+from megamix.builders.objects import build_training
 from megamix.checkpoint.manifest import RunRecord
-from megamix.checkpoint.snapshot import take_snapshot
+from megamix.checkpoint.snapshot import owned_parts, take_snapshot
 from megamix.checkpoint.verify import read_checkpoint
 from megamix.mixed_precision.settings import Shard
 from megamix.mixed_precision.update_slice import MASTER
 from tests.builders import loss_of, make_batch, make_engine, make_model, train_steps
-from tests.checkpoint.state import fill, fp16_engine, load_newest, resume_each, save_now, save_steps
+from tests.checkpoint.state import fill, fp16_engine, load_newest, resume_each, save_now, save_steps, wanted
 from tests.conftest import FULL
+from tests.tools.verify.catalogue.engine import MUON
+from tests.tools.verify.jobs import make_config
 
 SIZES, BUCKETS = (1, 2, 3, 4), (1, 1111, None)
 # Every pair of sizes, either way; the bucket sizes differ between the two sides.
 EVERY = [*itertools.product(SIZES, BUCKETS, ["states"])]
 SAVED = EVERY if FULL else [(1, 1111, "states"), (2, 1, "states"), (3, None, "states"), (4, 1111, "states")]
 LOADED = EVERY if FULL else [(1, 1, "states"), (2, 1111, "states"), (3, 1111, "states"), (4, None, "states")]
-SHARDS = [*itertools.product((1, 2, 4), (1111,), get_args(Shard))]
+# Every pair of what ranks hold a share of, and of sizes, either way.
+SHARED = [*zip((1, 2, 4), (1111,) * 3, get_args(Shard), strict=True)]
+SHARED_OTHERWISE = [*zip((2, 4, 1), (1111,) * 3, get_args(Shard), strict=True)]
 # Matrices lie whole in shards, with large buckets, and are cut, with small ones: each has other homes.
-HOMES = [(1, None, "states"), (2, 1111, "gradients"), (4, None, "states"), (3, 1, "parameters")]
+HOMES = [(1, None, "states"), (2, None, "gradients"), (3, 1, "parameters")]
 NORMUON = Muon(lr=0.02, row_beta2=0.9, fused={"*.up.weight": (13, 20, 7)})
 GROUPED = AdamW(lr=0.01, groups=(ParamGroup(pattern="blocks.1.*", lr_factor=0.5),))
 
@@ -48,7 +56,7 @@ GROUPED = AdamW(lr=0.01, groups=(ParamGroup(pattern="blocks.1.*", lr_factor=0.5)
     ("saved", "loaded", "optimizer", "own"),
     [
         (SAVED, LOADED, None, None),
-        (SHARDS, SHARDS, None, None),
+        (SHARED, SHARED_OTHERWISE, None, None),
         (HOMES, HOMES, NORMUON, NORMUON),
         (HOMES[:1], HOMES[:1], None, GROUPED),
     ],
@@ -65,6 +73,48 @@ def test_every_layout_loads_what_every_other_saved(run_ranks, tmp_path, saved, l
         kept = {(name, state): shape for name, state, shape, _ in manifest.tensors()}
         assert kept["blocks.0.down.weight", "direction_sq"] == (40,)
         assert kept["blocks.0.up.weight", "direction_sq"] == (3 * 24,)  # of each of three matrices 24 columns
+
+
+MESHES = {"tp2": 2, "pp2": 2, "dp2tp2": 4} | ({"dp1": 1} if FULL else {})  # and their ranks
+
+
+def _meshed(layout):
+    """Return an engine of a model in which several matrices lie in one parameter."""
+    config = make_config(layout, family="per_head", model={"num_layers": 2}, muon={"row_beta2": 0.9}, **MUON)
+    return build_training(config, torch.device("cpu")).engine
+
+
+def _saved(layout, folder):
+    engine = _meshed(layout)
+    for part in owned_parts(engine):
+        part.tensor.copy_(wanted(engine, part, 3))
+    engine.publish_masters()
+    save_now(folder, engine)
+
+
+def _loaded(layout, folders):
+    """Return the number of this rank's states of matrices, and the parts that are not what was saved."""
+    engine, wrong = _meshed(layout), []
+    for folder in folders:
+        for part in owned_parts(engine):
+            part.tensor.zero_()
+        with mock.patch.object(tuned, "READ_AHEAD", 500):  # bytes: rows and boxes begin and end anywhere in a chunk
+            load_newest(folder, engine)
+        parts = [part for part in owned_parts(engine) if not torch.equal(part.tensor, wanted(engine, part, 3))]
+        wrong += [f"{part.state} of {part.param} at {part.box} from {folder.name}" for part in parts]
+    return len(engine.held_states()), wrong
+
+
+def test_every_mesh_loads_what_every_other_saved(run_ranks, tmp_path):
+    folders = [tmp_path / layout for layout in MESHES]
+    for (layout, size), folder in zip(MESHES.items(), folders, strict=True):
+        run_ranks(_saved, size, layout, folder)
+    counts = set()
+    for layout, size in MESHES.items():
+        told = run_ranks(_loaded, size, layout, folders)
+        assert [wrong for _, wrong in told] == [[]] * size
+        counts.add(sum(count for count, _ in told))
+    assert len(counts) == 1  # every matrix has one home, whatever the mesh
 
 
 def _other_model():
