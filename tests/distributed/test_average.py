@@ -24,7 +24,7 @@ from tests.checkpoint.state import fp16_engine
 from tests.conftest import FULL
 
 DECAY = 0.7
-STEPS = 7
+STEPS = 5
 COUNTS = {1: 100, 2: 100, 4: 30} if FULL else {1: 6, 2: 5, 4: 3}
 GROUPS = (ParamGroup(pattern="blocks.1.*", lr_factor=0.5), ParamGroup(pattern="*.gain", weight_decay=0.3))
 OPTIMIZERS = {
@@ -111,11 +111,8 @@ def _check_all(cases):
 
 @pytest.mark.parametrize("dp_size", [1, 2, 4])
 def test_the_average_is_that_of_torchs_loop(run_ranks, dp_size):
-    run_ranks(_check_all, dp_size, _cases(dp_size, COUNTS[dp_size]), deadline_s=600.0)
-
-
-def test_replicas_average_alike(run_ranks):
-    run_ranks(_check_all, 4, [Case("states", torch.bfloat16, "adamw", True, True, False, 1111, replicas=2)])
+    of_replicas = [Case("states", torch.bfloat16, "adamw", True, True, False, 1111, replicas=2)] * (dp_size == 4)
+    run_ranks(_check_all, dp_size, _cases(dp_size, COUNTS[dp_size]) + of_replicas, deadline_s=600.0)
 
 
 def _trained(shard="states"):
