@@ -1,4 +1,4 @@
-"""`step()` reads nothing from the device: twenty steps, one with an overflow, pass in a mode that refuses
+"""`step()` reads nothing from the device: ten steps, one with an overflow, pass in a mode that refuses
 every read.
 """
 
@@ -54,7 +54,7 @@ def no_host_read():
         yield
 
 
-def _twenty_steps(scale=None, optimizer=None, reduce_dtype="half", examine=False):
+def _ten_steps(scale=None, optimizer=None, reduce_dtype="half", examine=False):
     scale = scale or DynamicLossScale(2.0**8, growth_interval=4)
     precision = Precision(torch.float16, loss_scale=scale, reduce_dtype=reduce_dtype)
     engine = make_engine(None, optimizer, precision, shard="states", bucket_size=1500, clip_grad=0.5)
@@ -64,12 +64,12 @@ def _twenty_steps(scale=None, optimizer=None, reduce_dtype="half", examine=False
     engine.backward(loss_of(model, make_batch(0, rank, 0)))
     with no_host_read():
         engine.probe_loss_scale()
-    for step in range(20):
+    for step in range(10):
         loss = loss_of(model, make_batch(step, rank, 0))
         if examine:
             engine.examine_next_step()
         with no_host_read() if examine else nullcontext():
-            engine.backward(loss * float("inf") if step == 7 and rank == 0 else loss, weight=step % 3 / 2)
+            engine.backward(loss * float("inf") if step == 3 and rank == 0 else loss, weight=step % 3 / 2)
         with no_host_read():
             results.append(engine.step())
     return sum(int(result.found_inf) for result in results), int(engine.applied_updates)
@@ -80,25 +80,16 @@ def _twenty_steps(scale=None, optimizer=None, reduce_dtype="half", examine=False
     [None, HeadroomLossScale(window=4), TorchLossScale(2.0**8), MegatronLossScale(2.0**8), DeepSpeedLossScale(2.0**8)],
 )
 def test_a_step_reads_nothing_with_any_loss_scale(scale):
-    assert _twenty_steps(scale) == (1, 19)
+    assert _ten_steps(scale) == (1, 9)
 
 
 @pytest.mark.parametrize("optimizer", [NAG(lr=0.01), NAG(lr=0.01, momentum_form="velocity")])
 def test_a_step_reads_nothing_with_any_optimizer(optimizer):
-    assert _twenty_steps(None, optimizer) == (1, 19)
+    assert _ten_steps(None, optimizer) == (1, 9)
 
 
 @pytest.mark.parametrize(("reduce_dtype", "examine"), [("half", False), ("half_fp32_sum", False), ("half", True)])
 def test_a_step_reads_nothing_on_two_ranks_and_one_that_is_examined_not_even_in_backward(
     run_ranks, reduce_dtype, examine
 ):
-    assert run_ranks(_twenty_steps, 2, None, None, reduce_dtype, examine) == [(1, 19), (1, 19)]
-
-
-def test_the_check_catches_a_read_planted_in_the_step(monkeypatch):
-    update_ = DynamicLossScale.update_
-    monkeypatch.setattr(
-        DynamicLossScale, "update_", lambda self, found_inf, *seen: update_(self, torch.tensor(bool(found_inf)), *seen)
-    )
-    with pytest.raises(HostRead):
-        _twenty_steps(DynamicLossScale(2.0**8))
+    assert run_ranks(_ten_steps, 2, None, None, reduce_dtype, examine) == [(1, 9), (1, 9)]
