@@ -114,15 +114,11 @@ PACKED = [
         pytest.param(2, _picks(1000 if FULL else 0), id="every schedule"),
         pytest.param(4, HALVES[: None if FULL else 2], id="pipelines side by side"),
         pytest.param(2, PACKED, id="recompute, packed documents and their weights"),
+        pytest.param(4, _picks(1000, pp_size=4)[: None if FULL else 2], id="four stages and eight"),
     ],
 )
 def test_every_schedule_equals_one_process(run_ranks, ranks, cases):
     assert run_ranks(_all_differences, ranks, cases, deadline_s=DEADLINE_S) == [[]] * ranks
-
-
-def test_four_stages_and_eight_equal_one_process(run_ranks):
-    cases = _picks(1000, pp_size=4)
-    assert run_ranks(_all_differences, 4, cases[: None if FULL else 2], deadline_s=DEADLINE_S) == [[]] * 4
 
 
 def test_an_evaluation_in_two_parts_equals_one_process(run_ranks):

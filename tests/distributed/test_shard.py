@@ -1,14 +1,21 @@
 """With `Sharding(shard="parameters")` losses and norms are those of "states", whatever units ranks call, in whatever
 order, and if one rank evaluates, looks at its state or fails alone. What has no memory is refused to whoever reads or
-writes it. The turn from forward to backward gathers nothing again.
+writes it, or is there in backward, too. The turn from forward to backward gathers nothing again. Ranks whose passes
+diverge get errors that name the unit or the gradients for which they wait: no rank gets the weights of another unit or
+step, and no process dies. If all ranks end a step, they can continue.
 """
 
 import copy
+import functools
+import gc
 import io
 import pickle
+import re
+import threading
+import traceback
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
-from functools import partial
+from datetime import timedelta
 from unittest import mock
 
 import pytest
@@ -24,10 +31,20 @@ from megamix.comm.topology import Topology
 from megamix.mixed_precision.observer import StepObserver
 from tests.builders import bf16_engine, compiled_model, loss_of, make_batch, make_engine, make_model, train_step
 
+_TIMEOUT_S = 3  # seconds of a wait that nobody ends
 
-def _engine(shard="parameters", group=None, compiled=False, grad_accum_steps=1):
-    model = compiled_model(tied=False) if compiled else make_model(tied=False)
-    return bf16_engine(model, shard=shard, topology=Topology.current(group), grad_accum_steps=grad_accum_steps)
+
+def _engine(shard="parameters", model=None, **settings):
+    return bf16_engine(model or make_model(tied=False), shard=shard, **settings)
+
+
+def _norm(engine, step=0):
+    return float(train_step(engine, step).grad_norm)
+
+
+def _evaluate(engine, step=9):
+    with torch.no_grad():
+        return float(loss_of(engine.module, make_batch(step, 0, 0)))
 
 
 READS = {
@@ -99,18 +116,18 @@ def _one_reads_alone():
             train_step(engine)
         engine.discard_step()
         copied = copy.deepcopy(engine.module)
+    together = _evaluate(engine, 5)
     with torch.no_grad():
-        together = float(loss_of(engine.module, batch))
         assert together == float(loss_of(copied, batch))
     assert alone in (None, together)
-    return float(train_step(engine, 1).grad_norm)
+    return _norm(engine, 1)
 
 
 def test_inside_whole_parameters_a_rank_may_go_alone(run_ranks):
     assert len({*run_ranks(_one_reads_alone, 2)}) == 1
 
 
-RECOMPUTES = ("none", "each", "together")
+RECOMPUTES, IN_TURN = ("none", "each", "together"), ((0, 1, 2), (0, 1, 2))
 ORDERS = {  # blocks that a forward calls, by rank
     "one twice": ((0, 1, 1, 2), (0, 1, 1, 2)),
     "early exit of one rank": ((0, 1, 2), (0,)),
@@ -121,7 +138,7 @@ ORDERS = {  # blocks that a forward calls, by rank
 }
 
 
-def _in_order(shard, order, recompute, *, inside=True, forwards=1):
+def _in_order(shard, order, recompute="none", inside=True, forwards=1):
     """Return the norms and losses of steps whose forward calls these blocks, from inside of the model's forward or
     outside. All `forwards` of a step come before all its backwards.
     """
@@ -148,24 +165,22 @@ def _in_order(shard, order, recompute, *, inside=True, forwards=1):
     return told
 
 
-def _outside(shard, recompute):
-    return _in_order(shard, ((0, 1, 2), (0, 1, 2)), recompute, inside=False)
-
-
-def _compute_the_same(run_ranks, case, *args):
-    kept, passing = (run_ranks(case, 2, shard, *args) for shard in ("states", "parameters"))
-    assert kept == passing
+@pytest.fixture(scope="module")
+def kept(run_ranks):
+    """`kept(case, ...)` is the result of the kept copy, which no recompute changes."""
+    return functools.cache(lambda case, *args: run_ranks(case, 2, "states", *args))
 
 
 @pytest.mark.parametrize("recompute", RECOMPUTES)
 @pytest.mark.parametrize("order", ORDERS)
-def test_whatever_units_a_forward_calls_the_bits_are_the_kept_copys(run_ranks, order, recompute):
-    _compute_the_same(run_ranks, _in_order, ORDERS[order], recompute)
+def test_whatever_units_a_forward_calls_the_bits_are_the_kept_copys(run_ranks, kept, order, recompute):
+    assert run_ranks(_in_order, 2, "parameters", ORDERS[order], recompute) == kept(_in_order, ORDERS[order])
 
 
 @pytest.mark.parametrize("order", ["early exit of one rank", "none on one rank", "ranks leave out other ones"])
-def test_a_checkpoint_of_several_units_may_wait_for_its_backward(run_ranks, order):
-    _compute_the_same(run_ranks, partial(_in_order, forwards=2), ORDERS[order], "together")
+def test_a_checkpoint_of_several_units_may_wait_for_its_backward(run_ranks, kept, order):
+    wanted = kept(_in_order, ORDERS[order], "none", True, 2)
+    assert run_ranks(_in_order, 2, "parameters", ORDERS[order], "together", True, 2) == wanted
 
 
 def _evaluates_otherwise(shard):
@@ -173,7 +188,7 @@ def _evaluates_otherwise(shard):
     for step in range(3):
         with torch.set_grad_enabled(dist.get_rank() == 1):
             told.append(loss_of(engine.module, make_batch(100 + step, dist.get_rank(), 0)).item())
-        told.append(float(train_step(engine, step).grad_norm))
+        told.append(_norm(engine, step))
     return told
 
 
@@ -198,13 +213,13 @@ def _gathers(shard="parameters"):
     kinds, observer = [], StepObserver()
     observer.on_transfer = lambda kind, bucket, pending: kinds.append(kind)
     with engine.observe(observer):
-        norms = [float(train_step(engine, step).grad_norm) for step in range(3)]
+        norms = [_norm(engine, step) for step in range(3)]
     return kinds.count("all_gather") // 3, norms
 
 
 def test_the_last_unit_of_a_forward_is_not_gathered_again(run_ranks):
-    kept, passing = (run_ranks(_gathers, 2, shard) for shard in ("states", "parameters"))
-    assert [norms for _, norms in kept] == [norms for _, norms in passing]
+    wanted, passing = (run_ranks(_gathers, 2, shard) for shard in ("states", "parameters"))
+    assert [norms for _, norms in wanted] == [norms for _, norms in passing]
     assert {count for count, _ in passing} == {1 + 4 + 3}  # root and four units; in backward the first three again
 
 
@@ -229,14 +244,17 @@ def _fails(*_):
 def _compiled(shard):
     torch._dynamo.reset()
     before = counters["stats"]["unique_graphs"]
-    engine = _engine(shard, compiled=True)
-    norms = [float(train_step(engine, step).grad_norm) for step in range(2)]
+    model = compiled_model(tied=False, compiled=False)
+    for block in model.blocks:
+        block.compile(dynamic=False, backend="aot_eager")  # what the compiler makes of a graph is not the point
+    engine = _engine(shard, model)
+    norms = [_norm(engine, step) for step in range(2)]
     assert counters["stats"]["unique_graphs"] - before == 1  # all blocks share one, and the engine's hooks split none
     return norms
 
 
-def test_compiled_blocks_compute_the_bits_of_the_kept_copy(run_ranks):
-    _compute_the_same(run_ranks, _compiled)
+def test_compiled_blocks_compute_the_bits_of_the_kept_copy(run_ranks, kept):
+    assert run_ranks(_compiled, 2, "parameters") == kept(_compiled)
 
 
 @dataclass
@@ -297,7 +315,39 @@ def _fails_alone(shard, where, with_grad):
     if with_grad:
         engine.discard_step()
         assert shard == "states" or held_bytes(engine) == 0
-    return [float(train_step(engine, step).grad_norm) for step in range(1, 3)]
+    return [_norm(engine, step) for step in range(1, 3)]
+
+
+class _Gated(nn.Module):
+    """A block with a loss of its own, which it puts into a list. `alone`: nothing else has a gradient."""
+
+    def __init__(self, block, losses, alone):
+        super().__init__()
+        self.block, self.gate, self.alone = block, nn.Parameter(torch.full((24,), 0.5)), alone
+        self._losses = losses  # private, since public attributes are looked at
+
+    def forward(self, x):
+        y = self.block(x)
+        self._losses.append((y * self.gate * self.gate).float().square().mean())
+        return y.detach() if self.alone else y
+
+
+def _reads_beside(shard, alone, overlap):
+    model, losses = make_model(tied=False), []
+    model.blocks = nn.ModuleList(_Gated(block, losses, alone) for block in model.blocks)
+    engine = bf16_engine(model, sharding=Sharding([*model.blocks], shard=shard, overlap=overlap))
+    norms = []
+    for step in range(3):
+        loss = loss_of(model, make_batch(step, dist.get_rank(), 0))
+        with engine.whole_parameters():  # after the forward; its backward comes first
+            penalty = sum((block.gate[:12] * block.gate[12:]).float().sum() for block in model.blocks)
+        loss = 0.1 * penalty + sum(losses) + (0.0 if alone else loss)
+        losses.clear()
+        _evaluate(engine)  # frees the units that a forward keeps
+        losses.clear()
+        engine.backward(loss)
+        norms.append(float(engine.step().grad_norm))
+    return norms
 
 
 WAYS = {
@@ -307,13 +357,18 @@ WAYS = {
     "an evaluation with gradients on one rank": (_evaluates_otherwise,),
     "a look of one rank between forward and backward": (_looks_alone,),
     "units that return a dataclass, keep a loss, or share a layer": (_foreign,),
-    **{f"units called outside of the model, recompute {one}": (_outside, one) for one in RECOMPUTES},
+    "a loss that reads beside a unit's output": (_reads_beside, False, True),
+    "a loss that reads beside a unit's output, without overlap": (_reads_beside, False, False),
+    "a loss that reads nothing else": (_reads_beside, True, True),
+    "a loss that reads nothing else, without overlap": (_reads_beside, True, False),
+    **{f"units called outside of the model, recompute {one}": (_in_order, IN_TURN, one, False) for one in RECOMPUTES},
 }
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_whatever_ranks_do_the_bits_are_the_kept_copys(run_ranks, way):
-    _compute_the_same(run_ranks, *WAYS[way])
+def test_whatever_ranks_do_the_bits_are_the_kept_copys(run_ranks, kept, way):
+    case, *args = WAYS[way]
+    assert run_ranks(case, 2, "parameters", *args) == kept(case, *args)
 
 
 def test_gradients_of_ones_own_are_refused_by_the_units_name():
@@ -336,7 +391,7 @@ def test_parameters_that_others_share_stay_in_memory(caplog):
         with engine.whole_parameters():
             array = model.blocks[1].up.weight.detach().numpy()
             model.blocks[2].share_memory()
-        told.append([float(train_step(engine, step).grad_norm) for step in range(2)])
+        told.append([_norm(engine, step) for step in range(2)])
     assert told[0] == told[1]
     assert array.shape == (40, 24)
     assert caplog.text.count("a NumPy array or another process shares them") == 2  # once for each unit
@@ -354,3 +409,137 @@ def test_wrong_settings_are_refused():
     sharding = Sharding([model.blocks[0], model.blocks[0].up], shard="parameters")
     with pytest.raises(ValueError, match="must not contain another unit, but a Block does"):
         ShardedEngine(model, AdamW(lr=0.01), Precision(torch.bfloat16), sharding)
+
+
+def _backward_fails(engine, step, where):
+    hook = engine.module.blocks[where].register_full_backward_hook(_fails)
+    with pytest.raises(_PlantedError):
+        engine.backward(loss_of(engine.module, make_batch(step, engine.topology.dp.rank, 0)))
+    hook.remove()
+
+
+def _one_fails_and_repeats(engine):
+    if dist.get_rank():
+        _backward_fails(engine, 0, 2)
+    train_step(engine)
+
+
+def _one_evaluates_more(engine):
+    engine.backward(loss_of(engine.module, make_batch(0, 0, 0)))
+    if dist.get_rank():
+        _evaluate(engine)
+    engine.step()
+
+
+def _one_loads_first(engine):
+    weights = {name: 2 * weight for name, weight in engine.full_weights().items()}
+    if dist.get_rank():
+        engine.load_weights(weights)
+    _evaluate(engine)
+
+
+def _one_calls_a_unit_twice(engine):
+    blocks = engine.module.blocks
+    if dist.get_rank():
+        blocks[2].register_forward_pre_hook(lambda module, args: (blocks[0](*args),))
+    _evaluate(engine)  # in a backward the others could wait for a sum first
+    _evaluate(engine)
+
+
+ROOT = "while the weights of the model outside its units were gathered: every rank must call the model"
+PARTINGS = {  # and the errors of the two ranks
+    "one rank's backward fails, and it repeats its step": (
+        _one_fails_and_repeats,
+        r"while the gradients of blocks.1.down.weight to blocks.1.gain were summed: every rank must call backward",
+        ROOT,
+    ),
+    "one rank evaluates more often": (
+        _one_evaluates_more,
+        r"while the ranks agreed on a step: every rank must call step\(\) as often",
+        ROOT,
+    ),
+    "one rank loads weights first": (_one_loads_first, ROOT, ROOT),
+    "one rank calls a unit twice": (
+        _one_calls_a_unit_twice,
+        "every rank must call the model, its units and their backward equally often",
+        r"while the weights of blocks.0 were gathered",
+    ),
+}
+
+
+def _part(name):
+    engine = _engine(topology=Topology.current(dist.new_group([0, 1], timeout=timedelta(seconds=_TIMEOUT_S))))
+    train_step(engine)
+    try:
+        PARTINGS[name][0](engine)
+    except RuntimeError as error:
+        return "".join(traceback.format_exception(error))
+    return ""
+
+
+@pytest.mark.parametrize("name", PARTINGS)
+def test_ranks_that_part_ways_are_told_by_name(run_ranks, name):
+    said = run_ranks(_part, 2, name, deadline_s=40.0)
+    for text, told in zip(said, PARTINGS[name][1:], strict=True):
+        assert re.search(told, text), text
+
+
+def _one_fails_and_all_discard(where):
+    engine = _engine(grad_accum_steps=2)
+    if where is not None:
+        if dist.get_rank():
+            _backward_fails(engine, 5, where)
+            engine.discard_step()
+        else:
+            engine.backward(loss_of(engine.module, make_batch(5, 0, 0)))
+        dist.barrier()  # as ranks may tell each other of the error
+        engine.discard_step()
+        assert held_bytes(engine) == 0
+    norms = []
+    for step in range(2):
+        for micro_batch in range(2):
+            engine.backward(loss_of(engine.module, make_batch(step, dist.get_rank(), micro_batch)))
+        norms.append(float(engine.step().grad_norm))
+    return norms
+
+
+def test_after_a_backward_that_fails_on_one_rank_all_may_discard_and_go_on(run_ranks):
+    want, *ends = (run_ranks(_one_fails_and_all_discard, 2, where, deadline_s=40.0) for where in (None, 0, 2))
+    assert ends == [want] * 2
+
+
+@pytest.mark.parametrize("when", ["forward", "backward"])
+def test_a_second_thread_inside_the_model_is_refused_by_the_units_name(when):
+    engine = _engine()
+    block, inside, go = engine.module.blocks[1], threading.Event(), threading.Event()
+
+    def waits(*_):
+        inside.set()
+        assert go.wait(20.0)
+
+    hook = (block.register_forward_hook if when == "forward" else block.register_full_backward_hook)(waits)
+    norms = []
+    thread = threading.Thread(target=lambda: norms.append(_norm(engine)))
+    thread.start()
+    assert inside.wait(20.0)
+    hook.remove()
+    with pytest.raises(RuntimeError, match=r"^the model.* is called while another thread is inside"):
+        _evaluate(engine)
+    with pytest.raises(RuntimeError, match=r"^blocks.0.* is called while another thread is inside"):
+        engine.module.blocks[0](torch.ones(3, 24))
+    go.set()
+    thread.join()
+    other = _engine()
+    assert [*norms, _norm(engine, 1)] == [_norm(other), _norm(other, 1)]
+
+
+def test_a_module_whose_engine_was_dropped_amid_a_step_says_so():
+    engine = _engine()
+    model = engine.module
+    loss = loss_of(model, make_batch(0, 0, 0))
+    del engine
+    gc.collect()
+    with pytest.raises(ValueError, match="parameter embedding.weight belongs to another engine, or did"):
+        make_engine(model, shard="parameters")
+    with pytest.raises(RuntimeError, match="a backward through a module whose engine is gone"):
+        loss.backward()
