@@ -47,12 +47,14 @@ def _fill(engine, rank):
 def _saved(folder, beside):
     engine = _engine()
     _fill(engine, engine.topology.dp.rank)
-    Checkpoints(engine, folder).save({}, beside=beside)
+    checkpoints = Checkpoints(engine, folder)
+    checkpoints.save({}, beside=beside)
+    checkpoints.wait()
 
 
 def _loaded(folder):
     engine = _engine()
-    Checkpoints(engine, folder).load()
+    assert Checkpoints(engine, folder).load() == {}
     return {name: buffer.clone() for name, buffer in engine.module.named_buffers()}
 
 
