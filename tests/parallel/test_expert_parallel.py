@@ -28,7 +28,7 @@ if FULL:
 
 
 def experts_job(layout, ep_size, dtype, shard, **changes):
-    model = {"experts": EXPERTS, "num_layers": 3, "recompute": "full" if shard == "gradients" else "none", **changes}
+    model = {"experts": EXPERTS, "num_layers": 2, "recompute": "full" if shard == "gradients" else "none", **changes}
     job = make_config(layout, dtype=dtype, tied=False, shard=shard, model=model)
     return job.with_keys(parallelism={"ep_size": ep_size})
 
@@ -73,7 +73,7 @@ def passes(run_ranks, num_ranks, config, crowded=False, unset=False):
 
 @pytest.mark.parametrize("num_ranks", [2, 4] if FULL else [2])
 def test_ranks_that_divide_experts_pass_verify(run_ranks, num_ranks):
-    for layout, kind in itertools.product(LAYOUTS[num_ranks], KINDS):
+    for layout, kind in [*itertools.product(LAYOUTS[num_ranks], KINDS)][:: 1 if FULL else 3]:
         if not ("pp" in layout[0] and "parameters" in kind):
             assert passes(run_ranks, num_ranks, experts_job(*layout, *kind)), (layout, kind)
 

@@ -10,7 +10,8 @@ from megamix.model.transformer import Transformer
 from megamix.parallel.stages import Stage
 from megamix.tools.verify.layouts.judge_steps import judge
 from tests.conftest import FULL
-from tests.tools.verify.jobs import OVERFLOW_AT, UPDATES, make_config, observe_bug, observe_case
+from tests.tools.verify.catalogue.run import judged_layouts
+from tests.tools.verify.jobs import OVERFLOW_AT, UPDATES, make_config, observe_bug
 
 RECIPES = {
     "rowwise": {"recipe": "rowwise"},
@@ -42,20 +43,9 @@ def fp8_job(layout, recipe, shard="states", **model):
     return job.with_keys(precision={"fp8": FP8Config(**RECIPES[recipe])})
 
 
-def judged(config, ranks, overflow_at=OVERFLOW_AT):
-    return judge(config, ranks, torch.device("cpu"), UPDATES, overflow_at)
-
-
-def observe_all(configs):
-    return [observe_case(config) for config in configs]
-
-
 def test_every_layout_passes(run_ranks):
     cases = CASES if FULL else FEW
-    configs = [fp8_job(*case) for case in cases]
-    by_rank = run_ranks(observe_all, 2, configs, deadline_s=900.0)
-    for case, config, *ranks in zip(cases, configs, *by_rank, strict=True):
-        verdict = judged(config, ranks)
+    for case, verdict in zip(cases, judged_layouts(run_ranks, 2, [fp8_job(*case) for case in cases]), strict=True):
         assert (case, verdict.differences, verdict.skipped) == (case, [], 1)
 
 
@@ -76,20 +66,17 @@ BUGS = {
     "fp8_gradients_larger": ("tensorwise in full", "it looks like 2 times the right one"),
     "fp8_scales_transposed": ("rowwise in full", "gradient of "),
     "fp8_scales_stale": ("tensorwise in full", "gradient of "),
-    "inf_hidden_by_the_cast": ("tensorwise in full", "overflow flag of the planted overflow"),
 }
 
 
-def observe_bugs(jobs):
-    return [observe_bug(*job) for job in jobs]
-
-
 def test_planted_bugs_are_found_and_an_inf_in_a_product_skips_on_every_rank(run_ranks):
-    jobs = [(fp8_job("dp2", recipe), bug) for bug, (recipe, _) in BUGS.items()]
-    jobs.append((fp8_job("dp2", "tensorwise in full"), "inf_in_a_product"))
-    *wrong, right = zip(jobs, *run_ranks(observe_bugs, 2, jobs, deadline_s=900.0), strict=True)
-    for (config, bug), *ranks in wrong:
-        assert BUGS[bug][1] in str(judged(config, ranks, OVERFLOW_AT if "inf" in bug else None).differences[0])
-    (config, _), *ranks = right
-    verdict = judged(config, ranks)
-    assert (verdict.differences, verdict.skipped) == ([], 1)
+    jobs = [fp8_job("dp2", recipe) for recipe, _ in BUGS.values()]
+    for (_, told), verdict in zip(BUGS.values(), judged_layouts(run_ranks, 2, jobs, [*BUGS], None, 1), strict=True):
+        assert told in str(verdict.differences[0])
+    job = fp8_job("dp2", "tensorwise in full")
+    hidden, right = (
+        judge(job, run_ranks(observe_bug, 2, job, bug), torch.device("cpu"), UPDATES, OVERFLOW_AT)
+        for bug in ("inf_hidden_by_the_cast", "inf_in_a_product")
+    )
+    assert "overflow flag of the planted overflow" in str(hidden.differences[0])
+    assert (right.differences, right.skipped) == ([], 1)

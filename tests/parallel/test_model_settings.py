@@ -8,13 +8,10 @@ import torch
 
 from megamix.config import ConfigError, ModelConfig, model_problems
 from megamix.model.transformer import Transformer
-from megamix.tools.ranks import RankPool
-from megamix.tools.verify.core.layout import parse_layout
-from megamix.tools.verify.layouts.judge_steps import judge
-from megamix.tools.verify.layouts.layout_lines import verify_layout
 from tests.builders import tiny_job
 from tests.conftest import FULL
-from tests.tools.verify.jobs import UPDATES, make_config, observe_bug
+from tests.tools.verify.catalogue.run import judged_layouts
+from tests.tools.verify.jobs import make_config
 
 LATENT = {"kv_rank": 12, "query_rank": 20, "unrotated_dim": 8, "rotary_dim": 4, "value_dim": 10}
 SETTINGS = {
@@ -50,35 +47,28 @@ CASES = [
 ]
 
 
-def test_each_setting_passes_verify_on_a_divided_mesh():
-    with RankPool(2) as pool:
-        for setting, layout, dtype in CASES:
-            method = "heads" if "attention_softcap" in SETTINGS[setting] else "gather"
-            config = make_config(layout, dtype=dtype, cp_method=method, model=SETTINGS[setting])
-            verdict = verify_layout(config, parse_layout(layout), pool)
-            assert not verdict.differences, (setting, layout, dtype, str(verdict.differences[0]))
+def test_each_setting_passes_verify_on_a_divided_mesh(run_ranks):
+    configs = [
+        make_config(
+            layout, dtype=dtype, model=SETTINGS[setting],
+            cp_method="heads" if "attention_softcap" in SETTINGS[setting] else "gather",
+        )
+        for setting, layout, dtype in CASES
+    ]  # fmt: skip
+    for case, verdict in zip(CASES, judged_layouts(run_ranks, 2, configs), strict=True):
+        assert not verdict.differences, (case, str(verdict.differences[0]))
 
 
-def test_experts_pass_verify_where_ranks_divide_them():
-    experts = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 32, "bias_rate": 0.0, "balance_loss": 0.01}
-    with RankPool(2) as pool:
-        for layout, dtype in (("dp2ep2", "fp16"), ("cp2ep2-parameters", "bf16")):
-            config = make_config("dp2", dtype=dtype, model={"experts": experts})
-            verdict = verify_layout(config, parse_layout(layout), pool)
-            assert not verdict.differences, (layout, str(verdict.differences[0]))
-
-
-def test_windows_end_at_documents_whose_positions_ranks_divide():
+def test_windows_end_at_documents_whose_positions_ranks_divide(run_ranks):
     config = make_config("cp2", dtype="fp16", packing="documents", model={"windows": [5, 0], "seq_len": 32})
-    with RankPool(2) as pool:
-        assert verify_layout(config, parse_layout("cp2"), pool).differences == []
+    (verdict,) = judged_layouts(run_ranks, 2, [config])
+    assert verdict.differences == []
 
 
 def test_gradients_of_latents_that_tp_ranks_do_not_sum_are_caught(run_ranks):
     config = make_config("tp2", loss_scale=4.0, model=SETTINGS["latents"])
-    ranks = run_ranks(observe_bug, 2, config, "heads_of_one_rank")
-    found = judge(config, ranks, torch.device("cpu"), UPDATES, None).differences
-    wrong = {one.where.partition("attention.")[2] for one in found if (one.attempt, one.check) == (0, "gradient")}
+    (verdict,) = judged_layouts(run_ranks, 2, [config], ["heads_of_one_rank"], None, 1)
+    wrong = {one.where.partition("attention.")[2] for one in verdict.differences if one.check == "gradient"}
     assert wrong == {f"{name}.weight" for name in ("query_down", "query_norm", "kv_down", "kv_norm", "rotated_key")}
 
 

@@ -10,6 +10,7 @@ from megamix.checkpoint.load import load, newest_checkpoint
 from megamix.checkpoint.manifest import RunRecord
 from megamix.checkpoint.save import save
 from megamix.checkpoint.snapshot import take_snapshot
+from megamix.inspect.culprits import gather_peaks
 from megamix.inspect.replicas import check_replicas
 from megamix.tools.verify.core.layout import parse_layout
 from megamix.tools.verify.core.observed_step import rank_device
@@ -25,43 +26,38 @@ SAMPLE = ("dp2", "tp2", "pp2", "dp2tp2")
 TRAINED_ON = [
     ("dp2", "tp2"), ("tp2", "pp2"), ("pp2", "dp2tp2"), ("dp2tp2", "dp2"), ("pp4", "dp2tp2pp2"), ("dp2tp2pp2", "tp4"),
 ]  # fmt: skip
-MICRO_BATCHES = 8  # micro-batches of a step, over all data-parallel ranks
+MICRO_BATCHES = 4  # micro-batches of a step, over all data-parallel ranks
 
 
 def _config(layout):
     """Return a layout's configuration: all have the same model and global batch."""
     place = parse_layout(layout)
-    # Four blocks, a tied table; biases, of which ranks have parts or copies.
-    config = make_config("pp2", family="gpt", dtype="fp32", sequence_parallel=False)
+    # As many blocks as there are stages, a tied table; biases, of which ranks have parts or copies.
+    config = make_config("pp4" if FULL else "pp2", family="gpt", dtype="fp32", sequence_parallel=False)
     return place.apply(config, MICRO_BATCHES // place.size("dp"))
-
-
-def _step(config, runner, number):
-    """Return (loss, whether the step was skipped)."""
-    result = take_step(config, runner, number)
-    return float(result.loss), bool(result.found_inf)
 
 
 # An overflow on any rank.
 
 
 def _overflows(config):
-    """Return the faults of steps in which one rank after the other has an inf in one gradient."""
+    """Return what is wrong in steps in which one rank after the other has an inf in one gradient."""
     runner = build_training(config, rank_device())
     engine = runner.engine
     rank, wrong = engine.topology.world.rank, []
-    _step(config, runner, 0)
+    take_step(config, runner, 0)
     before = contents(engine)
     params = [*engine.module.parameters()]
     for victim in range(engine.topology.world.size):
         handle = params[(3 * victim + 1) % len(params)].register_hook(with_one_inf) if rank == victim else None
-        _, skipped = _step(config, runner, 1)
+        result = take_step(config, runner, 1)
         if handle is not None:
             handle.remove()
-        same = are_equal(before, contents(engine))
-        if not (skipped and same and int(engine.skipped_steps) == victim + 1 and int(engine.applied_updates) == 1):
-            wrong.append(f"rank {victim} overflows, rank {rank}: skipped {skipped}, unchanged {same}")
-    if _step(config, runner, 1)[1]:
+        faults = [peak.fault for peak in gather_peaks(engine, result.by_piece, result.peak_rows) if peak.fault]
+        told = bool(result.found_inf), faults, int(engine.skipped_steps), int(engine.applied_updates)
+        if told != (True, ["inf"], victim + 1, 1) or not are_equal(before, contents(engine)):
+            wrong.append(f"rank {victim} overflows, rank {rank}: {told}")
+    if take_step(config, runner, 1).found_inf:
         wrong.append("the step after")
     return wrong
 
@@ -79,9 +75,9 @@ def _save(layout, folder):
     """Return what this rank saved after a step, and the loss of the next step."""
     config = _config(layout)
     runner = build_training(config, rank_device())
-    _step(config, runner, 0)
+    take_step(config, runner, 0)
     save(folder / layout, take_snapshot(runner.engine, RunRecord()), all_or_none_of(runner.engine))
-    return states(runner.engine), _step(config, runner, 1)[0]
+    return states(runner.engine), float(take_step(config, runner, 1).loss)
 
 
 def _load_each(layout, folder, sources):
@@ -93,7 +89,7 @@ def _load_each(layout, folder, sources):
         load(newest_checkpoint(folder / source, all_or_none), engine, all_or_none)
         check_replicas(engine)
         mine = states(engine)
-        found.append((mine, _step(config, runner, 1)[0] if (source, layout) in TRAINED_ON else None))
+        found.append((mine, float(take_step(config, runner, 1).loss) if (source, layout) in TRAINED_ON else None))
     return found
 
 

@@ -184,6 +184,18 @@ def scale_applied_twice(right, self, loss, weight, *, counts):
     return right(self, loss, weight, counts=counts) * self.scale_used
 
 
+@wrong(StepProgress, "scaled")
+def loss_counted_per_part(right, self, loss, weight, *, counts):
+    """The loss counts once for each rank that has a part of its positions."""
+    return right(self, loss, weight, counts=counts) * self._num_parts
+
+
+@wrong(StepProgress, "scaled")
+def weight_counted_per_part(right, self, loss, weight, *, counts):
+    """The targets count once for each rank that has a part of their positions."""
+    return right(self, loss, weight * self._num_parts, counts=counts)
+
+
 @wrong(decoder, "checkpoint")
 def recomputed_elsewhere(right, block, x, rotary, *context, **settings):
     """Backward recomputes a block as if the positions were turned by one."""

@@ -52,8 +52,9 @@ def make_config(
     scale = {"rule": "static", "init_scale": fixed} if fixed else {"rule": "off"}
     tree = {
         "model": {
-            "vocab_size": 72, "seq_len": 8, "hidden_size": 32, "num_layers": max(2, 2 * stages), "num_heads": 8,
-            "tie_embeddings": tied, **FAMILIES[family], **(model or {}),
+            "vocab_size": 72, "seq_len": 8, "hidden_size": 32, "num_heads": 8,
+            "tie_embeddings": tied, "num_layers": max(2, stages if schedule == "1f1b" else 2 * stages),
+            **FAMILIES[family], **(model or {}),
         },
         "data": {"train": "none", "packing": packing},
         "optimizer": {"lr": 1e-2, "compile": False, **optimizer},
@@ -74,16 +75,16 @@ def observe_case(config):
     return observe(config, UPDATES, OVERFLOW_AT)
 
 
-def observe_bugs(cases, overflow_at=None):
-    return [observe_bug(*case, overflow_at) for case in cases]
+def observe_bugs(cases, overflow_at=None, updates=UPDATES):
+    return [observe_bug(*case, overflow_at, updates) for case in cases]
 
 
-def observe_bug(config, bug, overflow_at=None):
+def observe_bug(config, bug, overflow_at=None, updates=UPDATES):
     """Return the steps of `observe` with a bug of engine_bugs planted on every rank, or with none.
 
     The engine does not look at its half parameters itself: `verify` must see their damage.
     """
     if not bug:
-        return observe(config, UPDATES, overflow_at)
+        return observe(config, updates, overflow_at)
     with getattr(engine_bugs, bug)(), mock.patch.object(UnseenWrites, "look", lambda *_: None):
-        return observe(config, UPDATES, overflow_at)
+        return observe(config, updates, overflow_at)

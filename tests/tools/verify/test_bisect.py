@@ -60,7 +60,7 @@ def observe_planted(config, name, what):
     [
         ("dp2", "blocks.1.feed_forward", "output"),
         ("tp2", "blocks.0.attention_norm", "gradient"),
-        ("pp2", "blocks.2.attention", "output"),
+        ("pp2", "blocks.1.attention", "output"),
         ("cp2", "blocks.1.attention", "output"),
         ("cp2", "blocks.0.attention_norm", "gradient"),
     ],

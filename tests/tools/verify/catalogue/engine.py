@@ -81,6 +81,8 @@ for layout in ("dp2", "tp2"):
     _bug("wrong_divisor", "", layout, "gradient", "", "divided by the number of micro-batches twice")
 for layout in ("tp2", "pp2"):
     _bug("scale_applied_twice", "", layout, "gradient", "", "the loss scale left in")
+_bug("loss_counted_per_part", "", "cp2", "gradient", "", "2 times the right one")
+_bug("weight_counted_per_part", "", "cp2", "loss")
 FLAG = "overflow flag"
 _bug("scale_applied_twice", "", "dp2", FLAG, "one rank, which has none", job={"loss_scale": 2.0**10})
 _bug("stale_gather", "", "tp2", "half copy")

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
 from tests.tools.verify.catalogue.bugs import bug
-from tests.tools.verify.catalogue.foreign import LENGTH, VOCAB, Clipped, WithGroups, norm_of
+from tests.tools.verify.catalogue.foreign import LENGTH, VOCAB, Clipped, Half, WithGroups, norm_of
 from tests.tools.verify.foreign.loops import Ddp, Fabric, Fsdp, Hand
 
 
@@ -89,6 +89,18 @@ class OverflowLeft(Hand):
         super().update()
         if self.scaler.get_scale() >= before:
             self.optim.zero_grad()
+
+
+@bug("", "overflow", "", attempt=0)
+class Unscaled(Half):
+    """A scaler never scales: one process overflows, and this training does not."""
+
+    start = 0.0
+
+    def setup(self, model):
+        made = super().setup(model)
+        self.scaler.get_scale = lambda: 2.0**40
+        return made
 
 
 @bug("", "gradient", "", "that of norm.", ranks=2)

@@ -12,7 +12,7 @@ from tests.tools.verify.catalogue.run import judged
 from tests.tools.verify.foreign.right import RANKS, SEEDS, settings
 
 FILE = Path(__file__).parent / "right.py"
-STEPS = 4
+STEPS = 3
 QUICK = 13  # every loop, number of ranks and dtype
 
 

@@ -5,6 +5,7 @@ buffer is named, one that is merely rounded by its dtype is noted.
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -192,6 +193,9 @@ def test_what_setup_and_step_return_is_told_where_it_is_of_another_type():
     trainer = load_trainer(BY_HAND)
     trainer.step = lambda batches: 2.3
     with pytest.raises(ValueError, match=r"ByHand.step returned float, must be as {'loss': 2.3}, or None"):
+        _watch(trainer, 1, bisect=False)
+    trainer.make = lambda module: SimpleNamespace(step=None)
+    with pytest.raises(ValueError, match="an optimizer of type SimpleNamespace, must be a torch.optim.Optimizer"):
         _watch(trainer, 1, bisect=False)
     trainer.setup = lambda model: (model, None, 3)
     with pytest.raises(ValueError, match=r"returned \(Net, NoneType, int\), must be \(module, optimizer\)"):

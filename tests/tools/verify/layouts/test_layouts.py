@@ -26,7 +26,7 @@ AXES = {
     "family": ("gpt", "llama"),
     "dtype": ("fp16", "bf16", "fp32"),
     "tied": (True, False),
-    "accumulation": (1, 4),
+    "accumulation": (1, 2),
     "sequence_parallel": (False, True),
     "schedule": SCHEDULES,
     "name": OPTIMIZERS,

@@ -5,6 +5,7 @@ operation gets wrong: the attempt, and a sample, number or tensor.
 import itertools
 import random
 import re
+import shutil
 from contextlib import nullcontext
 from unittest import mock
 
@@ -49,14 +50,27 @@ def _work(bug, work, *arguments):
             torch.use_deterministic_algorithms(False)  # the command's ranks end there
 
 
-def _pools(run_ranks, bug="", since=0):
-    """Take the session's ranks, which have a bug since the start with this number."""
-    starts = itertools.count()
+@pytest.fixture(scope="module")
+def right_first(run_ranks, tmp_path_factory):
+    """Return the session's ranks with a bug in all starts but the first one, which is once for all bugs of a job."""
+    kept = {}
 
-    def run(work, size, *arguments):
-        return run_ranks(_work, size, bug if next(starts) >= since else "", work, *arguments)
+    def right_first(job, bug):
+        starts = itertools.count()
 
-    return pools(run)
+        def run(work, size, config, *arguments):
+            if next(starts):
+                return run_ranks(_work, size, bug, work, config, *arguments)
+            if job not in kept:
+                kept[job] = run_ranks(_work, size, "", work, config, *arguments), tmp_path_factory.mktemp("run")
+                shutil.copytree(config.checkpoint.folder, kept[job][1], dirs_exist_ok=True)
+            seen, folder = kept[job]
+            shutil.copytree(folder, config.checkpoint.folder, dirs_exist_ok=True)
+            return seen
+
+        return pools(run)
+
+    return right_first
 
 
 def changed(config, **sections):
@@ -97,7 +111,7 @@ def _drawn(seed):
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_job_that_is_right_passes(run_ranks, seed):
     config, layouts = _drawn(seed)
-    with _pools(run_ranks):
+    with pools(run_ranks):
         _, _, *rows = runs_lines(config, [*map(parse_layout, layouts.split(","))], None)
     assert [row.split()[-1] for row in rows] == ["passes"] * len(rows)
     assert all(int(row.split()[-2]) >= 2 for row in rows)  # those that are planted
@@ -117,26 +131,22 @@ JOB = _dynamic(make_config("dp2"), dropout=0.1)
 @pytest.fixture(scope="module")
 def whole(run_ranks):
     """Return a job that never stopped, by its layout."""
-    with _pools(run_ranks):
+    with pools(run_ranks):
         return {one.name: watched(JOB, [ONE, TWO], [one], None) for one in (ONE, TWO)}
 
 
-def _resumed(run_ranks, on, bug=""):
-    """Return a job whose second start has a bug."""
-    with _pools(run_ranks, bug, since=1):
-        return watched(JOB, [ONE, TWO], on, None)
-
-
 @pytest.mark.parametrize(("bug", "words"), [(bug, words) for bug, _, words in run_bugs.RUN_BUGS])
-def test_a_planted_bug_is_named(run_ranks, whole, bug, words):
-    for first in (TWO,) if "dropout" in bug else (TWO, ONE):  # dropout is compared where the layout stays
-        run = _resumed(run_ranks, [first, TWO], bug)
-        (problem,) = run_problems(whole[first.name], run, one_layout=first == TWO)
-        assert problem.startswith(words)
+def test_a_planted_bug_is_named(right_first, whole, bug, words):
+    first = TWO if "dropout" in bug else ONE  # dropout is compared where the layout stays
+    with right_first(first, bug):
+        run = watched(JOB, [ONE, TWO], [first, TWO], None)
+    (problem,) = run_problems(whole[first.name], run, one_layout=first == TWO)
+    assert problem.startswith(words)
 
 
-def test_a_log_that_is_not_the_other_ones_is_named(run_ranks, whole):
-    run = _resumed(run_ranks, [TWO, TWO])
+def test_a_log_that_is_not_the_other_ones_is_named(right_first, whole):
+    with right_first(TWO, ""):
+        run = watched(JOB, [ONE, TWO], [TWO, TWO], None)
     rows = run.rows
     right, missing, short = (
         run_problems(whole["dp2"], run._replace(rows=some), one_layout=True)
@@ -149,7 +159,7 @@ def test_a_log_that_is_not_the_other_ones_is_named(run_ranks, whole):
 
 def test_a_job_with_experts_passes_and_biases_that_a_resume_loses_are_named(run_ranks):
     config, layouts = make_config("dp1", dtype="bf16", model={"experts": EXPERTS}), [TWO, parse_layout("dp2ep2")]
-    with _pools(run_ranks):
+    with pools(run_ranks):
         straight, run = (watched(config, layouts, on, None) for on in (layouts[:1], layouts))
     assert run_problems(straight, run, one_layout=False) == []
     for seen in run.starts[1][0]:
@@ -181,8 +191,8 @@ def test_a_job_has_the_same_global_batch_on_every_layout(tmp_path):
         ("put_in_any_order", ("after attempt 0 (update 1): gradient of ", "by what torch knows: put_")),
     ],
 )
-def test_the_same_job_twice(run_ranks, bug, words):
-    with _pools(run_ranks, bug, since=1):
+def test_the_same_job_twice(right_first, bug, words):
+    with right_first("twice", bug):
         problems = twice_problems(_dynamic(make_config("dp1")), ONE, None)
     assert len(problems) == len(words)
     assert all(some in problem for some, problem in zip(words, problems, strict=True)), problems
