@@ -81,6 +81,15 @@ def test_groups_that_a_case_has_made_are_gone_in_the_next(run_ranks):
         assert run_ranks(_make_group_and_count, 2) == [(1, 2), (1, 2)]
 
 
+def _count_in_this_world():
+    return dist.distributed_c10d._get_default_store().add("calls", 1)
+
+
+def test_ranks_that_made_no_group_keep_their_world(run_ranks):
+    before, after = (sum(run_ranks(_count_in_this_world, 2)) for _ in range(2))
+    assert after - before == 4
+
+
 def _parent(pipe):
     del ranks.PRELOADED[1:]  # torch alone, as no engine is built
     with RankPool(2) as pool:
