@@ -87,7 +87,7 @@ if has_tool mypy; then
 fi
 began=$SECONDS
 status=0
-# A handful of every promise first, as on a CPU without arithmetic in halves, unless this is one.
+# A handful first, as on a CPU without arithmetic in halves, unless this is one.
 has_halves='import sys; from megamix.machine import half_units; sys.exit(not half_units())'
 if [[ $# == 0 && "$changed" == 0 && -z "${MEGAMIX_CPU_HALVES:-}" ]] && "$PYTHON" -c "$has_halves"; then
   # shellcheck disable=SC2046 # names of tests have no spaces

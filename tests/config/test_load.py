@@ -126,7 +126,7 @@ def test_circle_of_bases_is_named(tmp_path):
     assert problem.endswith("remove one base")
 
 
-def test_missing_base_names_both_files_and_the_near_one_or_where_bases_are(tmp_path, minimal):
+def test_missing_base_names_both_files_and_the_near_one_or_where_bases_are(tmp_path):
     (problem,) = problems_of(write(tmp_path, "common.toml", 'base = "comon.toml"'))
     assert problem == (
         f"base: got {tmp_path / 'comon.toml'}, named by {tmp_path / 'common.toml'}, there is no such file; "

@@ -67,15 +67,13 @@ def pipeline_engine(case, model, topology, placements=None, *, fill=None):
     )
 
 
-def make_pipeline(case, topology, sequence=False):
+def make_pipeline(case, topology):
     config, per_rank = case.config(), 1 if case.schedule == "1f1b" else 2
     stages = plan_stages(config, topology.pp.size, per_rank, v_shaped=case.schedule in V_SHAPED)
-    model, placements = build_model(
-        config, ParallelismConfig(sequence_parallel=sequence), topology, rank_device(), stages
-    )
+    model, placements = build_model(config, ParallelismConfig(), topology, rank_device(), stages)
     engine = pipeline_engine(case, model, topology, placements, fill=drawn(model, 5))
     own = {number: plan.layers for number, plan in enumerate(stages) if plan.rank == topology.pp.rank}
-    handover = Handover(topology.pp, len(stages), (B, T), 1, topology.tp.size if sequence else 1)
+    handover = Handover(topology.pp, len(stages), (B, T), 1, 1)
     return engine, Pipeline(engine, model, own, case.schedule, handover)
 
 

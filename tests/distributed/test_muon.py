@@ -130,6 +130,6 @@ def _weights(uncut):
     return engine.full_weights()
 
 
-def test_compiled_too_the_layout_changes_no_bit(run_ranks):
+def test_traced_too_the_layout_changes_no_bit(run_ranks):
     whole, cut = (run_ranks(_weights, 2, uncut)[0] for uncut in (True, False))
     assert all(torch.equal(whole[name], cut[name]) for name in whole)

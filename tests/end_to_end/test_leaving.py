@@ -1,6 +1,6 @@
 """Under real torchrun, with one launcher or two as on two nodes: a signal to launchers or ranks ends the run cleanly,
-and no rank outlives a killed launcher or rank. A run continues under nohup. Whoever trains on a machine with other
-users: a job on one node listens on loopback alone, even if the machine's name has another address.
+and no rank outlives a killed launcher or rank; with --full a run continues under nohup. Whoever trains on a machine
+with other users: a job on one node listens on loopback alone, even if the machine's name has another address.
 """
 
 import json
@@ -237,7 +237,7 @@ def test_a_one_node_job_listens_on_loopback_alone(ended, not_elsewhere):
         pytest.skip(f"seen only where the machine's name may be loopback's: no namespaces ({not_elsewhere.strip()})")
 
 
-@pytest.mark.skipif(not FULL, reason="--full: seconds of a real launcher; tests/train has its parts")
+@pytest.mark.skipif(not FULL, reason="--full: seconds of a real launcher; tests/supervise has its parts")
 def test_under_nohup_a_run_outlives_its_terminal(tmp_path, data):
     config = _config(tmp_path / "job", data, 60)
     job = _start(config, by_script=True, before=["nohup"])

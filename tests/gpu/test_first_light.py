@@ -26,8 +26,13 @@ def _trained(loses, shard):
 
 def _smoke(by_shard):
     """Return the verdicts of a smoke whose two cards have trained already, to these bits."""
+
+    def on_cards(work):
+        assert (work.func, work.args) == (first_parts.trained, (replace(SMALL, device="cuda", compile_update=True),))
+        return by_shard[work.keywords["shard"]]
+
     pools = mock.MagicMock()
-    pools.return_value.__enter__.return_value.call = lambda trained: by_shard[trained.keywords["shard"]]
+    pools.return_value.__enter__.return_value.call = on_cards
     with mock.patch.multiple(first_parts, SIZES={"3M": SMALL}, RankPool=pools, num_cards=lambda: 2):
         verdicts = {finding.check: finding.verdict for finding in first_parts.smoke()}
     pools.assert_called_once_with(2, on_gpus=True)

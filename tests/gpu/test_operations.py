@@ -1,5 +1,5 @@
 """The operations that a step launches on a GPU, counted on fake tensors at 1.24e9 parameters, are a few hundred,
-compiled or not, and no more for four times the elements.
+compiled or not, and no more for more elements.
 """
 
 import contextlib
@@ -131,5 +131,6 @@ def test_a_step_is_some_hundred_operations_however_many_elements():
 
 def test_an_examined_step_is_some_thousand_operations_more():
     """Count those of one block of 16, in a few seconds; all have 1,459 and 5,338."""
+    (plain_hooks, plain), _ = _count(1, compiled=True, num_layers=1)
     _, (hooks, step) = _count(1, compiled=True, examined=True, num_layers=1)
-    assert (hooks <= 300, step <= 1000) == (True, True), (hooks, step)
+    assert (plain_hooks + 50 < hooks <= 300, plain + 50 < step <= 1000) == (True, True), (hooks, step)

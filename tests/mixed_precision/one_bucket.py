@@ -7,20 +7,17 @@ from megamix.comm.collectives import Collectives
 from megamix.comm.topology import Axis
 from megamix.mixed_precision.bucket import make_buckets
 from megamix.mixed_precision.flat_layout import ParamSpec, build_layout
-from megamix.mixed_precision.update_slice import UpdateGroup
 
 ALONE = Collectives(Axis())
 
-PLAIN = (UpdateGroup(1.0, (0.0,), ()),)
 
-
-def one_bucket(precision, groups=PLAIN, numel=64, owners=ALONE):
-    """Return a bucket of one parameter, `numel` zeros, with gradients and sums but without a module."""
+def one_bucket(precision, groups):
+    """Return a bucket of one parameter, 64 zeros, with gradients and sums but without a module."""
     device = torch.get_default_device()
-    layout = build_layout([ParamSpec.whole("weight", (numel,), 0)], [owners.axis.size])
-    (bucket,) = make_buckets(layout, [owners], groups, precision, Sharding(), device)
+    layout = build_layout([ParamSpec.whole("weight", (64,), 0)], [ALONE.axis.size])
+    (bucket,) = make_buckets(layout, [ALONE], groups, precision, Sharding(), device)
     bucket.params = torch.zeros(layout.padded_numel, dtype=precision.dtype, device=device)
     bucket.named_params = {}
-    bucket.param_shard = owners.own_part(bucket.params)
+    bucket.param_shard = ALONE.own_part(bucket.params)
     bucket.make_grads()
     return bucket

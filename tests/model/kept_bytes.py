@@ -3,15 +3,15 @@
 from megamix.model import sizes
 
 
-def kept_bytes_per_token(config, itemsize=2):
-    """Return the bytes that one block keeps of each token, with activations of `itemsize` bytes and weights left out.
+def kept_bytes_per_token(config):
+    """Return the bytes that one block keeps of each token, with activations in halves and weights left out.
 
     It is what our own operations keep (FP16 on a CPU) and what torch's fused kernels keep on a GPU. Compiled blocks
     keep a little less with "selective", and packed sequences on a CPU attention's output once more.
     """
     hidden, query, key = config.hidden_size, *_head_sizes(config)
     if config.recompute == "full":
-        return itemsize * hidden
+        return 2 * hidden
     gates = 2 if config.activation == "swiglu" else 1
     numbers = 2 * hidden  # the residual stream, in front of each norm
     numbers += query + 2 * key + query  # query, key, value and output of attention
@@ -25,7 +25,7 @@ def kept_bytes_per_token(config, itemsize=2):
     if config.qk_norm:
         numbers += query + key if config.recompute == "none" else 0  # as projected, and as normed and rotated
     masks = 2 * hidden if config.dropout else 0
-    return itemsize * numbers + 4 * _statistics(config) + masks
+    return 2 * numbers + 4 * _statistics(config) + masks
 
 
 def _head_sizes(config):

@@ -1,5 +1,5 @@
-"""An overflow on each of the eight ranks of dp2 tp2 pp2 changes nothing on any; real ranks of each of ten layouts load
-the checkpoint of every other, bit for bit, and six pairs train on.
+"""An overflow on each of the eight ranks of dp2 tp2 pp2 changes nothing on any; real ranks of each of ten layouts (four
+without --full) load the checkpoint of every other, bit for bit, and pairs of them train on.
 """
 
 import pytest

@@ -9,6 +9,7 @@ import json
 import math
 import sys
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -165,6 +166,11 @@ def test_a_program_in_trouble_is_told_and_raises_nothing(tmp_path, caplog, monke
     assert line.startswith(words)
 
 
+def _fails_late(plan):
+    if plan.launched == 6:
+        raise RuntimeError("planted")
+
+
 def test_a_run_tells_how_it_ended(tmp_path, data):
     metrics = {"precision_interval": 0, "alert": {"command": _command(tmp_path)}}
     short = tiny_job(tmp_path, tokens=data, num_layers=1, steps=3, eval_interval=0, metrics=metrics)
@@ -178,6 +184,10 @@ def test_a_run_tells_how_it_ended(tmp_path, data):
     alert = _told(tmp_path)[-1]
     assert (alert["state"], alert["exit_status"]) == ("gave_up", 3)
     assert "overflow" in alert["reason"]
+    for state, how in (("preempted", {"leave_at": 6}), ("failed", {"before": _fails_late})):
+        with nullcontext() if state == "preempted" else pytest.raises(RuntimeError, match="planted"):
+            run_recorded(longer.with_keys(checkpoint={"folder": str(tmp_path / state)}), **how)
+        assert _told(tmp_path)[-1]["state"] == state
 
 
 ROW = {

@@ -228,9 +228,14 @@ def test_a_target_whose_file_system_is_gone_gets_no_copies_in_its_place(tmp_path
     target = tmp_path / "copies"
     take = _take(_config(tmp_path, data, copy_to=str(target)))
     take(checkpoint)
-    shutil.rmtree(target)  # what is there in its place is empty
+    shutil.rmtree(target)
+    target.mkdir()  # empty, as where nothing is mounted any more
+    stat, other = Path.stat, SimpleNamespace(st_dev=target.stat().st_dev + 1)
     told = f"{target} lies on another file system than before; mount it again"
-    with mock.patch.object(Path, "stat", lambda path: SimpleNamespace(st_dev=-1)), pytest.raises(OSError, match=told):
+    with (
+        mock.patch.object(Path, "stat", lambda path, **keys: other if path == target else stat(path, **keys)),
+        pytest.raises(OSError, match=told),
+    ):
         take(checkpoint)
     assert checkpoints(target / "checkpoints") == []
 

@@ -1,6 +1,6 @@
-"""Whoever loses a rank among many: a rank that is killed, stopped, asleep or in another collective is named, and all
-ranks end, within the time limit and two seconds; stacks are left; a rank with a slow disk is waited for. A rank ends
-no process but a missing rank; a stopped launcher ends no run.
+"""Whoever loses a rank among many: a rank that is killed, stopped, asleep (--full) or in another collective is named,
+and all ranks end, within the time limit and two seconds; stacks are left; a rank with a slow disk is waited for. A rank
+ends no process but a missing rank; a stopped launcher ends no run.
 """
 
 import gc

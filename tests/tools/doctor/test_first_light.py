@@ -51,8 +51,8 @@ sys.exit(first_light.run(Path(out), [part.name for part in parts], 60, on_gpu=Fa
 """
 
 
-def _wait_for(what, limit_s=20.0):
-    end_s = time.monotonic() + limit_s
+def _wait_for(what):
+    end_s = time.monotonic() + 20.0
     while not what():
         assert time.monotonic() < end_s
         time.sleep(0.02)

@@ -1,6 +1,6 @@
 """The planned memory equals what ranks hold, for five layouts and every `shard`: parameters, gradients, states and
-buckets to the byte, each phase's peak within 5 %. A model of 500 M parameters trains in 3 GiB a rank. After its second
-update a run logs planned and measured memory, and warns if they differ by 10 % or more.
+buckets to the byte, each phase's peak within 5 %. A model of 500 M parameters trains in 3 GiB a rank. A run's
+line of memory has the planned and the measured, and warns if they differ by 10 % or more.
 """
 
 import gc

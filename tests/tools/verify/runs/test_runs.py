@@ -1,4 +1,4 @@
-"""`verify --runs` and `--twice` accuse no right job, and name the first thing that a resume, the data order or an
+"""`verify --runs` accuses no right job, and it and `--twice` name the first thing that a resume, the data order or an
 operation gets wrong: the attempt, and a sample, number or tensor.
 """
 
