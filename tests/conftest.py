@@ -19,8 +19,6 @@ from tests.programs import counting, map_programs, mapped
 # The counts that an issue names are run by `./launch/test.sh --full`; otherwise seeded samples of each sweep.
 FULL = os.environ.get("MEGAMIX_FULL") == "1"
 
-BEGAN_S = time.monotonic()
-
 # For a few small kernels: a pool of compiler processes is another import of torch in every process that compiles, and
 # to try each instruction set is a compilation.
 os.environ |= {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_VEC_ISA_OK": "1"}
@@ -47,7 +45,7 @@ def pytest_configure(config):
 
 
 def pytest_runtest_setup(item):
-    if time.monotonic() - BEGAN_S > item.config.getoption("seconds"):
+    if time.monotonic() - item.config.began_s > item.config.getoption("seconds"):
         pytest.skip("the time of --seconds is over")
 
 
@@ -61,6 +59,7 @@ def also_wide(values, *chosen):
 
 
 def pytest_collection_modifyitems(config, items):
+    config.began_s = time.monotonic()
     if (device := config.getoption("device")) != "cpu":
         chosen = devices.chosen(device, items)
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])

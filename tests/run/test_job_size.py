@@ -27,7 +27,8 @@ from megamix.run.least_memory import amount, least_held, memory_problem
 from megamix.tools.plan.memory_plan import held_memory
 from tests.builders import EXPERTS, run_on_ranks, tiny_job
 
-CONFIGS = {path.stem: path for path in sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))}
+ROOT = Path(__file__).parents[2]
+CONFIGS = {path.stem: path for path in sorted((ROOT / "configs").glob("*.toml"))}
 # Twelve bytes a parameter with AdamW; eight of a matrix with Muon; buffers; a moment of two bytes; an average.
 JOBS = [
     ({"average": {"decay": 0.9}}, 1),
@@ -80,6 +81,16 @@ def test_each_fact_is_a_line_on_one_rank_and_on_two(tmp_path, data, monkeypatch)
         "tokens": f"3,072 in 12 updates of 256\n0.05 epochs of 66,000 in {data}/train",
         "checkpoint": f"{taken}; 1 of them and the weights need {needed}, 1.00 GiB are free in {tmp_path}/run",
     }
+
+
+def test_a_job_of_the_readme_has_the_sizes_that_are_shown_there(tmp_path, data, monkeypatch):
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    job = readme.partition("```toml\n")[2].partition("```")[0]
+    (tmp_path / "job.toml").write_text(job.replace("configs/base.toml", str(ROOT / "configs/base.toml")))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    words = _words(load_config(tmp_path / "job.toml", [f"data.{name}={data}/{name}" for name in ("train", "valid")]))
+    for name, end in {"parameters": None, "tokens": "\n", "memory": ";", "checkpoint": ","}.items():
+        assert f"\n  {name:13} {words[name].split(end)[0]}".rstrip() in readme
 
 
 def test_a_mixture_names_the_corpora_that_are_read_most_and_a_ramp_its_batches(tmp_path, data):
