@@ -67,17 +67,17 @@ if [[ "$oldest" == 1 ]]; then
   exit
 fi
 
-reached=()
-if [[ "$changed" == 1 ]]; then
-  listed="$("$PYTHON" -m tests.changed)"
-  IFS=$'\n' read -r -d '' -a reached <<<"$listed" || true
-fi
 installed=$SECONDS
 if has_tool ruff; then
   "$PYTHON" -m ruff check .
   "$PYTHON" -m ruff format --check .
 fi
 parts="install $installed s, ruff $((SECONDS - installed)) s"
+reached=()
+if [[ "$changed" == 1 ]]; then
+  listed="$("$PYTHON" -m tests.changed)"
+  IFS=$'\n' read -r -d '' -a reached <<<"$listed" || true
+fi
 mypy=""
 if has_tool mypy; then
   types="$(mktemp)"

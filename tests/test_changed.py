@@ -1,6 +1,7 @@
 """Whoever works on the code: a change runs the tests that import what it touched, the nearest first."""
 
 import subprocess
+import sys
 
 import pytest
 
@@ -58,3 +59,11 @@ def test_what_changed_is_what_differs_from_main_and_what_git_does_not_know(tmp_p
     assert changed_files(tmp_path) == {"changed", "moved", "to here", "not known"}
     git("update-ref", "refs/remotes/origin/main", "HEAD")
     assert changed_files(tmp_path) == {"changed", "not known"}
+
+
+def test_no_test_begins_after_its_seconds():
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--seconds", "0", "tests/test_clock.py"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+    assert " skipped in " in done.stdout
+    assert " passed" not in done.stdout

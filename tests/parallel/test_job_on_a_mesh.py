@@ -35,7 +35,7 @@ def test_a_job_on_tensor_parallel_ranks_ends_where_one_process_does(run_ranks, t
     assert lines[0] == lines[1]
     one, other = (load_file(tmp_path / name / "weights.safetensors") for name in ("alone", "divided"))
     assert one.keys() == other.keys()
-    # Of vectors AdamW turns a gradient that is zero but for rounding into a whole step, so by the mean, far below 0.01.
+    # AdamW makes a whole step of a gradient that is zero but for rounding. So means are compared, far below 0.01.
     assert all(float((one[name] - other[name]).abs().mean()) < 1e-4 for name in one)
     sample = (tmp_path / "divided/sample.txt").read_text()
     assert sample
