@@ -1,5 +1,7 @@
 """Files that survive a power cut whole."""
 
+import errno
+import fcntl
 import os
 import secrets
 import shutil
@@ -9,6 +11,8 @@ from pathlib import Path
 from typing import IO, Any
 
 ASIDE = ".partial-"  # followed by a random part
+# Errors of a file system without flock, as Lustre mounted without it, or NFS without lockd.
+_NO_FLOCK = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL)
 
 
 def existing_parent(folder: Path) -> Path:
@@ -123,3 +127,16 @@ def remove_asides(folder: Path, pattern: str) -> None:
 def still_names(path: Path, descriptor: int) -> bool:
     """Return whether a path still leads to an open file. It may have been removed or replaced since."""
     return path.exists() and os.path.samestat(path.stat(), os.fstat(descriptor))
+
+
+def lock_file(descriptor: int, operation: int) -> bool:
+    """Take a flock of an open file, which lasts until the file is closed, and return True; or return False if the file
+    system has none. Raises: BlockingIOError if another process has it and `operation` is not to wait.
+    """
+    try:
+        fcntl.flock(descriptor, operation)
+    except OSError as error:
+        if error.errno not in _NO_FLOCK:
+            raise
+        return False
+    return True

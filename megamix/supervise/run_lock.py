@@ -8,7 +8,6 @@ within the same second on two hosts of a file system without flock between them.
 """
 
 import datetime
-import errno
 import fcntl
 import json
 import os
@@ -20,13 +19,12 @@ from functools import partial
 from pathlib import Path
 
 from megamix.config import ConfigError
-from megamix.durable import still_names, sync_file
+from megamix.durable import lock_file, still_names, sync_file
 from megamix.supervise.processes import process, process_start, repeated
 from megamix.supervise.status import EXIT_STATUS
 
 LOCK = "run.lock"
 STALE_S = 60.0  # seconds without a touch after which another host's lock is stale
-_NO_FLOCK = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)  # errors of a file system without flock
 
 
 class HeldError(ConfigError):
@@ -83,15 +81,13 @@ def _open_locked(path: Path, create: int) -> int | None:
         try:
             # A process that only looks takes a shared lock: when a job starts, many nodes look at once, and must not
             # take each other for the holder.
-            fcntl.flock(descriptor, (fcntl.LOCK_EX if create else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+            has_lock = lock_file(descriptor, (fcntl.LOCK_EX if create else fcntl.LOCK_SH) | fcntl.LOCK_NB)
         except OSError as error:
-            if error.errno in _NO_FLOCK:
-                return descriptor
             os.close(descriptor)
             if isinstance(error, BlockingIOError):
                 return None
             raise
-        if still_names(path, descriptor):
+        if not has_lock or still_names(path, descriptor):
             return descriptor
         os.close(descriptor)  # the holder removed the file between our open and our flock
 
