@@ -95,16 +95,11 @@ TRACKERS = Registry("tracker")
 MORE_AXES = Registry("axis")
 # Kinds of corpus files, by the end of their names, that are read without a plugin. All other files are text, one
 # document each.
-FILE_KINDS = {
-    ".jsonl": "jsonl",
-    ".jsonl.gz": "jsonl",
-    ".jsonl.zst": "jsonl",
-    ".json": "json",  # or jsonl, by its content
-    ".json.gz": "json",
-    ".json.zst": "json",
-    ".parquet": "parquet",
-    ".arrow": "arrow",
-}
+FILE_KINDS = {".parquet": "parquet", ".arrow": "arrow"}
+COMPRESSIONS = (".gz", ".gzip", ".zst", ".zstd")
+for _more in ("", *COMPRESSIONS):
+    FILE_KINDS |= dict.fromkeys((f".jsonl{_more}", f".ndjson{_more}", f".jsonlines{_more}"), "jsonl")
+    FILE_KINDS[f".json{_more}"] = "json"  # or jsonl, by its content
 LOSS_SCALES.reserved = ("auto",)  # chosen by the dtype
 READERS.reserved = FILE_KINDS
 

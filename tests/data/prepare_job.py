@@ -4,6 +4,7 @@ import os
 import signal
 
 from megamix.data.prepare.corpus import input_corpus
+from megamix.data.prepare.pieces import encode_piece
 from megamix.data.prepare.prepare_corpus import Request, prepare_corpus
 from megamix.data.prepare.tokenizer_choice import TokenizerChoice
 
@@ -35,3 +36,10 @@ def prepare_apart(source, output, num_workers, kill_at=None):
         setattr(os, name, counted(getattr(os, name)))
     prepare(source, output, num_workers)
     output.with_name("calls").write_text(str(len(calls)))
+
+
+def encode_until_killed(job, piece, number):
+    """Encode a piece in a worker, as `workers` does, but at the third one die as the system kills for memory."""
+    if number == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return encode_piece(job, piece, number)

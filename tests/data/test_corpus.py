@@ -36,8 +36,9 @@ def test_what_lies_beside_tables_is_passed_over_with_a_line(tmp_path, caplog, mo
         f"--input '{tmp_path}': files beside Parquet or Arrow are passed over: "
         "a.csv, 0.py, 1.py, 2.py, 3.py, 4.py, 5.py, 6.py and 3 more"
     )
-    assert alone.passed_over.startswith(f"; 11 files ({11 * 4} bytes) passed over: name one by --input")
-    assert named.passed_over.startswith("; 10 files (")
+    told = "; passed over: 11 files (44 bytes) beside Parquet or Arrow: name one by --input to have it read"
+    assert alone.passed_over.startswith(told)
+    assert named.passed_over.startswith("; passed over: 10 files (")
     assert alone.outside(tmp_path / "a").passed_over == alone.passed_over
 
 

@@ -93,7 +93,8 @@ def test_every_document_lands_whole_in_exactly_one_part_and_the_manifest_says_so
     assert manifest["num_bad_records"] == 1
     (bad,) = (output / "bad_records.jsonl").read_text().splitlines()
     reason = "not UTF-8: byte 0xe4 at 1 (invalid continuation byte)"
-    assert json.loads(bad) == {"path": str(text_dir / "latin.txt"), "reason": reason}
+    path = str(text_dir / "latin.txt")
+    assert json.loads(bad) == {"path": path, "reason": reason, "num_bytes": 4, "whole_file": True}
     assert len(manifest["request"]["files"]) == 41
     assert set(manifest["request"]["files"][0]) == {"path", "num_bytes", "sha256"}
     assert {path.name for path in output.iterdir()} == {"manifest.json", *manifest["outputs"]}
@@ -105,7 +106,7 @@ def test_every_document_lands_whole_in_exactly_one_part_and_the_manifest_says_so
         counts = [len(texts), TokenFile(output / part).num_tokens, sum(map(len, texts))]
         assert [*manifest["parts"][part].values()] == counts
     assert "prepared; vocabulary 280; train " in prepared.summary()
-    assert "1 bad record left out (bad_records.jsonl), the first: " in prepared.summary()
+    assert "left out 0.01 % of the bytes (bad_records.jsonl): 1 file (4 bytes), the first: " in prepared.summary()
 
 
 def test_empty_files_and_records_are_counted_and_the_files_named(tmp_path):
@@ -264,17 +265,24 @@ def test_a_single_document_cannot_be_split(tmp_path):
     assert not (tmp_path / "sub" / "out").exists()
 
 
-def test_an_empty_corpus_leaves_no_output(tmp_path):
+def test_a_corpus_without_text_leaves_no_output_and_says_what_it_holds(tmp_path):
     text, output = tmp_path / "text", tmp_path / "sub" / "out"
     text.mkdir()
+
+    def refused(told, **effort):
+        with pytest.raises(ValueError, match=told):
+            prepare(text, output, **effort)
+
     (text / "empty.txt").touch()
-    with pytest.raises(ValueError, match="holds no text; give files"):
-        prepare(text, output)
+    refused("holds no text, only 1 file without a byte or a row; give other files")
     assert not output.parent.exists()
+    (text / "x.jsonl").write_text('{"text": ""}\n' * 3)
+    (text / "bom.txt").write_bytes(b"\xef\xbb\xbf")
+    refused("holds no text, only 5 empty documents; name the key")
     (text / "latin.txt").write_bytes(b"K\xe4se")
-    told = r"holds no text, only 1 bad records, the first: .*latin.txt: not UTF-8.*; re-encode such files as UTF-8, "
-    with pytest.raises(ValueError, match=told + "for example by iconv -f latin1 -t utf-8"):
-        prepare(text, output)
+    iconv = r".*latin.txt: not UTF-8.*; re-encode such files as UTF-8, for example by iconv -f latin1 -t utf-8"
+    refused(r"8.70 % of the bytes, more than --allow-lost 1, cannot be read: 1 file \(4 bytes\), the first: " + iconv)
+    refused(r"holds no text, only 5 empty documents; 1 file \(4 bytes\), the first: .*latin", allow_lost=100)
     assert list(output.parent.iterdir()) == []
 
 

@@ -2,14 +2,16 @@
 uninterrupted one.
 """
 
+import errno
 import fcntl
 import gzip
 import json
+import os
 import random
 import signal
 import threading
 import time
-from functools import partial
+from unittest import mock
 
 import pytest
 
@@ -19,7 +21,7 @@ from megamix.data.prepare.pieces import encode_piece
 from megamix.data.token_file import TokenFile
 from megamix.tools.ranks import forkserver
 from tests.conftest import FULL
-from tests.data.prepare_job import prepare, prepare_apart
+from tests.data.prepare_job import encode_until_killed, prepare, prepare_apart
 
 KILLS = 50 if FULL else 3
 
@@ -131,15 +133,14 @@ def test_a_worker_that_lost_its_prepare_is_waited_for_before_another_one_begins(
         with prepare_module._work_folder(tmp_path, {}):
             assert not _is_locked(tmp_path / workers._LOCK_NAME)
 
-    worker = workers._Worker(tmp_path)
-    worker.give(partial(time.sleep, 600))
     waiting = threading.Thread(target=begin)
-    while not _is_locked(tmp_path / workers._LOCK_NAME):
-        time.sleep(0.01)
-    waiting.start()
-    waiting.join(0.2)
-    assert waiting.is_alive()
-    worker.end()
+    with workers.worker_pool(tmp_path, 1) as pool:
+        pool.submit(signal.pause)
+        while not _is_locked(tmp_path / workers._LOCK_NAME):
+            time.sleep(0.01)
+        waiting.start()
+        waiting.join(0.2)
+        assert waiting.is_alive()
     waiting.join(60)
     assert not waiting.is_alive()
 
@@ -153,20 +154,19 @@ def _is_locked(path):
     return False
 
 
-def test_a_worker_that_dies_is_named_and_what_is_finished_is_kept(source, whole, tmp_path, monkeypatch):
-    receive = workers._Worker.receive
-
-    def killing_receive(self):
-        report = receive(self)
-        if self.number >= 0:  # it encodes, and would go on
-            assert _is_locked(tmp_path / "out.partial" / workers._LOCK_NAME)  # the next prepare waits at this lock
-            self._process.kill()
-        return report
-
-    monkeypatch.setattr(workers._Worker, "receive", killing_receive)
-    with pytest.raises(OSError, match=r"a worker died at piece \d+ \(exit code -9; .* finished pieces are kept"):
+def test_a_worker_that_dies_ends_the_run_with_a_line_and_what_is_finished_is_kept(source, whole, tmp_path, monkeypatch):
+    monkeypatch.setattr(workers, "_encode_on_one_core", encode_until_killed)
+    with pytest.raises(OSError, match=r"a worker was killed \(most often by .* memory.*\); finished pieces are kept"):
         prepare(source, tmp_path / "out", num_workers=2)
     monkeypatch.undo()
     assert list((tmp_path / "out.partial" / "pieces").glob("*.json"))
     prepare(source, tmp_path / "out", num_workers=1)
     assert contents(tmp_path / "out") == whole[0]
+
+
+@pytest.mark.parametrize("error", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_no_other_prepare(tmp_path, monkeypatch, caplog, error):
+    monkeypatch.setattr(fcntl, "flock", mock.Mock(side_effect=OSError(error, os.strerror(error))))
+    with prepare_module._work_folder(tmp_path / "out.partial", {}):
+        pass
+    assert "no locks on this file system: start no other prepare that writes to" in caplog.text

@@ -231,7 +231,7 @@ def read_texts(path):
     report = PieceReport()
     pieces = make_plan(input_corpus([str(path)])).pieces
     texts = [document.text for piece in pieces for document in documents_of(piece, "text", Split(0, 0), report)]
-    return texts, report.bad_records
+    return texts, report.left_out
 
 
 @pytest.mark.parametrize(("line", "reason"), BAD_LINES)
@@ -303,13 +303,17 @@ def test_of_a_damaged_compressed_file_the_whole_records_are_kept(tmp_path, endin
     for path in (records, text):
         path.write_bytes(DAMAGE[damage](compressed(ending, LINES)))
     texts, bad = read_texts(records)
-    assert bad[-1]["line"] >= len(texts)
-    assert "the rest of the file cannot be read: " in bad[-1]["reason"]
+    if damage == "that is not compressed":
+        assert "compressed by nothing, though its name says by" in bad[-1]["reason"]
+    else:
+        assert bad[-1]["line"] >= len(texts)
+        assert "the rest of the file cannot be read: " in bad[-1]["reason"]
+    assert (bad[-1]["num_bytes"], bad[-1]["whole_file"]) == (records.stat().st_size, True)
     assert texts == HASHES[: len(texts)] or damage == "with a changed byte"
     assert len(texts) > 1000 or damage == "that is not compressed"
     texts, (bad,) = read_texts(text)
     assert (texts, bad["path"]) == ([], str(text))
-    assert bad["reason"].startswith(("the file cannot be read: ", "not UTF-8"))
+    assert bad["reason"].startswith(("the file cannot be read: ", "not UTF-8", "compressed by nothing"))
 
 
 @pytest.mark.parametrize("ending", ["gz", "zst"])
@@ -325,7 +329,7 @@ def test_a_bad_file_of_text_is_listed_by_its_path(tmp_path, short_limits, conten
     (tmp_path / "good.txt").write_text("good")
     texts, (bad,) = read_texts(tmp_path)
     assert texts == ["good"]
-    assert (set(bad), bad["path"]) == ({"path", "reason"}, str(tmp_path / "bad.txt"))
+    assert (bad["path"], bad["whole_file"]) == (str(tmp_path / "bad.txt"), True)
     assert reason in bad["reason"]
 
 
@@ -374,7 +378,8 @@ def test_more_bad_records_than_the_limit_stop_the_run_and_fewer_do_not(tmp_path)
 
     def prepared(limit):
         choice = TokenizerChoice("bytes")
-        request = Request(tokenizer=choice, valid_fraction=0, num_workers=1, max_bad_records=limit, piece_bytes=1)
+        limits = {"max_bad_records": limit, "allow_lost": 100}
+        request = Request(tokenizer=choice, valid_fraction=0, num_workers=1, piece_bytes=1, **limits)
         return prepare_corpus(input_corpus([str(tmp_path / "text")]), tmp_path / "out", request)
 
     def listed(name, key):

@@ -5,6 +5,8 @@ corpus            the files of a corpus
 plan              pieces of work, into which the corpus is cut
 split             which documents validate
 compressed        files as they are uncompressed
+faults            files of which nothing can be read
+lost              the account of what is left out
 records           the records that every reader yields, and the reader of text files
 json_records      readers of JSON and of its lines
 tables            readers of Parquet and Arrow files

@@ -13,8 +13,8 @@ def prepare_arguments(parser: Parser) -> None:
     text.add_argument("--corpus", choices=["stdlib", "torch"], default="stdlib", help="sources on this machine")
     text.add_argument(
         "--input", metavar="PATH", nargs="+",
-        help="files or folders instead: .jsonl, .json, .parquet, .arrow or a dataset saved by `datasets` hold records, "
-        "any other file is one document; text may be compressed (.gz, .zst); hf:NAME is loaded by `datasets`",
+        help="files or folders instead: .jsonl, .ndjson, .json, .parquet, .arrow or a dataset of `datasets` hold "
+        "records, any other file is one document; text may be compressed (.gz, .zst); hf:NAME is loaded by `datasets`",
     )  # fmt: skip
     parser.add_argument("--output", metavar="DIR", type=Path, required=True, help="reused if it holds the same result")
     parser.add_argument("--text-key", metavar="KEY", default="text", help="key or column of a record's text (text)")
@@ -31,7 +31,11 @@ def prepare_arguments(parser: Parser) -> None:
     parser.add_argument("--workers", metavar="N", type=int, help="processes that encode (one for each core)")
     parser.add_argument(
         "--max-bad-records", metavar="N", type=int, default=100,
-        help="more stop the run; fewer are left out and listed in bad_records.jsonl (100)",
+        help="more, or more files that cannot be read, stop the run; fewer are listed in bad_records.jsonl (100)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--allow-lost", metavar="PERCENT", type=float, default=1.0,
+        help="a larger share of the bytes that cannot be read stops the run; 100 allows all (1)",
     )  # fmt: skip
 
 
@@ -50,6 +54,7 @@ def run_prepare(arguments: argparse.Namespace) -> Iterator[str]:
             text_key=arguments.text_key,
             num_workers=arguments.workers,
             max_bad_records=arguments.max_bad_records,
+            allow_lost=arguments.allow_lost,
         )
         corpus = input_corpus(arguments.input, arguments.split) if arguments.input else named_corpus(arguments.corpus)
         prepared = prepare_corpus(corpus, arguments.output, request, arguments.progress)

@@ -7,9 +7,13 @@ from pathlib import Path
 from typing import IO, Any
 
 from megamix.data import import_extra
+from megamix.plugins import COMPRESSIONS
 
-COMPRESSED = (".gz", ".zst")
+GZIP, ZSTD = COMPRESSIONS[:2], COMPRESSIONS[2:]  # endings
+GZIP_MAGIC, ZSTD_MAGIC = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 _ZST_BLOCK = 2**14  # compressed bytes read at a time; damage loses the whole block, also what comes before it
+_LARGEST_WINDOW = 2**31  # bytes; zstandard alone refuses more than 128 MiB, but `zstd --long=31` writes such files
+_LARGEST_HEADER = 18  # bytes of the header of a Zstandard frame
 
 
 class DamagedFile(Exception):
@@ -19,16 +23,42 @@ class DamagedFile(Exception):
 DAMAGE = (EOFError, zlib.error, gzip.BadGzipFile, DamagedFile)  # errors of reading a damaged file
 
 
+def is_named(path: str, endings: tuple[str, ...]) -> bool:
+    """Return whether a file has one of these endings, in small or capital letters."""
+    return path.lower().endswith(endings)
+
+
+def is_skippable(head: bytes) -> bool:
+    """Return whether a Zstandard file goes on with a frame without data, as pzstd and seekable zstd write."""
+    return head[1:4] == b"\x2a\x4d\x18" and head[0] >> 4 == 5
+
+
 def open_plain(path: str) -> IO[bytes]:
     """Open a file for its uncompressed bytes. Raises: ValueError if `zstandard` is needed and not installed. Reading
     may raise any of DAMAGE.
     """
-    if path.endswith(".gz"):
+    if is_named(path, GZIP):
         return gzip.open(path)  # type: ignore[return-value]  # it has the methods of a binary file
-    if path.endswith(".zst"):
+    if is_named(path, ZSTD):
         zstandard = import_extra("zstandard", "data", what=f"{path}: ")
         return io.BufferedReader(_ZstFrames(path, zstandard), 2**20)
     return Path(path).open("rb")
+
+
+def window_bytes(path: str) -> int:
+    """Return the bytes of its own past that a Zstandard file needs in memory while it is read, by the header of its
+    first frame with data; 0 for other files.
+    """
+    if not is_named(path, ZSTD):
+        return 0
+    zstandard = import_extra("zstandard", "data", what=f"{path}: ")
+    with Path(path).open("rb") as file:
+        while is_skippable(head := file.read(_LARGEST_HEADER)):
+            file.seek(8 + int.from_bytes(head[4:8], "little") - len(head), io.SEEK_CUR)
+    try:
+        return int(zstandard.get_frame_parameters(head).window_size)
+    except zstandard.ZstdError:
+        return 0  # its reader will report the damage
 
 
 class _ZstFrames(io.RawIOBase):
@@ -53,7 +83,8 @@ class _ZstFrames(io.RawIOBase):
                 if self._frame is not None:
                     raise DamagedFile("the compressed file ended before the end of a frame")
                 return 0
-            self._frame = self._frame or self._zstandard.ZstdDecompressor().decompressobj()
+            if self._frame is None:
+                self._frame = self._zstandard.ZstdDecompressor(max_window_size=_LARGEST_WINDOW).decompressobj()
             try:
                 self._ready = memoryview(self._frame.decompress(self._compressed))
             except self._zstandard.ZstdError as error:

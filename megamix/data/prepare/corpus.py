@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from megamix.data import import_extra
-from megamix.data.prepare.compressed import DAMAGE, open_plain
+from megamix.data.prepare.compressed import DAMAGE, is_named, open_plain
+from megamix.data.prepare.faults import fault_of
 from megamix.data.prepare.json_records import json_kind
-from megamix.plugins import FILE_KINDS, READERS
+from megamix.plugins import COMPRESSIONS, FILE_KINDS, READERS
 
 log = logging.getLogger("megamix")
 
@@ -24,18 +25,20 @@ _LEFT_OUT = frozenset(
 )
 _HUB = "hf:"
 _TABLES = ("parquet", "arrow")
-_CSV = (".csv", ".tsv", ".csv.gz", ".tsv.gz", ".csv.zst", ".tsv.zst")  # endings of text that is of no use for training
+# Endings of text that is of no use for training.
+_CSV = tuple(ending + more for ending in (".csv", ".tsv") for more in ("", *COMPRESSIONS))
+_JL = tuple(f".jl{more}" for more in ("", *COMPRESSIONS))  # JSON Lines or Julia, by the content
 _HEAD = 2**13  # bytes that are searched for a zero, which no text has; a PDF need not have one
 _TOLD = 8  # files that a message names
-_PASSED_OVER = ""
 
 
 @dataclass(frozen=True, slots=True)
 class CorpusFile:
     path: str  # path by which it is opened
     name: str  # path from the folder in which it was found, with "/" on every system; decides whether it validates
-    kind: str  # text, jsonl, json (not by lines), parquet, arrow, an ending that a plugin reads, or _PASSED_OVER
+    kind: str  # text, jsonl, json (not by lines), parquet, arrow, or an ending that a plugin reads
     drawn_by_name: bool = True  # the name decides train or valid; False: files share the name, so the text decides
+    passed_over: str = ""  # why it is not read, though it lies in a folder that is; empty if it is read
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +47,7 @@ class Corpus:
 
     flag: str  # the user's arguments, for messages and the manifest
     files: tuple[CorpusFile, ...]
-    passed_over: str = ""  # end of a line that says how many of the named files are left out
+    passed_over: str = ""  # end of a line that says how many files of the folders are not read, and why
 
     def outside(self, *folders: Path) -> "Corpus":
         """Return the corpus without the files in these folders. prepare may write into a folder that it reads, and its
@@ -79,14 +82,14 @@ def input_corpus(paths: Sequence[str], split: str = "train") -> Corpus:
     Raises: ValueError for a path that is none of these, or holds no file.
     """
     files: list[CorpusFile] = []
-    passed_over: list[str] = []
+    passed_over: list[CorpusFile] = []
     given: dict[str, int] = {}  # by file, index of the path that holds it
     for number, path in enumerate(paths):
         found = _hub_files(path, split) if path.startswith(_HUB) else _path_files(path, split)
+        passed_over += [file for file in found if file.passed_over]
+        found = tuple(file for file in found if not file.passed_over)
         if not found:
             raise ValueError(f"--input {path!r} holds no file that can be read; give files, or a folder of them")
-        passed_over += [file.path for file in found if file.kind == _PASSED_OVER]
-        found = tuple(file for file in found if file.kind != _PASSED_OVER)
         for file in found:
             before = given.setdefault(os.path.realpath(file.path), number)
             if before != number:
@@ -94,10 +97,17 @@ def input_corpus(paths: Sequence[str], split: str = "train") -> Corpus:
         files += found
     names = Counter(file.name for file in files)
     flag = " ".join(path if path.startswith(_HUB) else os.path.normpath(path) for path in paths)
-    unread = [path for path in passed_over if os.path.realpath(path) not in given]
-    size = f"{counted(len(unread), 'file')} ({sum(map(os.path.getsize, unread)):,} bytes)"
-    told = f"; {size} passed over: name one by --input to have it read, or told why not" if unread else ""
+    told = _told([file for file in passed_over if os.path.realpath(file.path) not in given])
     return Corpus(f"--input {flag}", tuple(replace(file, drawn_by_name=names[file.name] == 1) for file in files), told)
+
+
+def _told(unread: Sequence[CorpusFile]) -> str:
+    sizes: dict[str, list[int]] = {}
+    for file in unread:
+        size = os.path.getsize(file.path) if os.path.exists(file.path) else 0  # a link may lead to nothing
+        sizes.setdefault(file.passed_over, []).append(size)
+    told = [f"{counted(len(size), 'file')} ({sum(size):,} bytes) {why}" for why, size in sizes.items()]
+    return f"; passed over: {'; '.join(told)}: name one by --input to have it read, or told why not" if told else ""
 
 
 def folder_files(root: Path, suffix: str = "", left_out: frozenset[str] = frozenset()) -> tuple[CorpusFile, ...]:
@@ -110,7 +120,7 @@ def folder_files(root: Path, suffix: str = "", left_out: frozenset[str] = frozen
     read: set[Path] = set()
     tops = deque([root])
     while tops:
-        for folder, subfolders, files in os.walk(tops.popleft()):
+        for folder, subfolders, files in os.walk(tops.popleft(), onerror=_raise):
             real = Path(folder).resolve()
             subfolders[:] = sorted(name for name in subfolders if name not in left_out and not name.startswith("."))
             if real in read:
@@ -126,6 +136,22 @@ def folder_files(root: Path, suffix: str = "", left_out: frozenset[str] = frozen
     return _files(root, sorted(names))
 
 
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def _hidden_files(root: Path) -> tuple[CorpusFile, ...]:
+    """Return the files of a folder that are not read because of their names, and links without a file behind."""
+    found = []
+    for path in sorted(root.rglob("*")):
+        name = path.relative_to(root).as_posix()
+        if f"/{name}".find("/.") >= 0 and path.is_file():
+            found.append(CorpusFile(str(path), name, "", passed_over="hidden"))
+        elif not path.exists():
+            found.append(CorpusFile(str(path), name, "", passed_over="linked to nothing"))
+    return tuple(found)
+
+
 def _files(root: Path, names: Iterable[str]) -> tuple[CorpusFile, ...]:
     return tuple(CorpusFile(str(root / name), name, _kind_of(root / name)) for name in names)
 
@@ -133,7 +159,8 @@ def _files(root: Path, names: Iterable[str]) -> tuple[CorpusFile, ...]:
 def _kind_of(path: Path) -> str:
     """Return a file's kind, by the first ending that fits."""
     kinds = FILE_KINDS | {suffix: suffix for suffix in READERS.registered}
-    return next((kind for ending, kind in kinds.items() if path.name.endswith(ending)), "text")
+    name = path.name.lower()
+    return next((kind for ending, kind in kinds.items() if name.endswith(ending.lower())), "text")
 
 
 def first_few(names: Sequence[str]) -> str:
@@ -151,39 +178,59 @@ def _readable(given: str, files: tuple[CorpusFile, ...]) -> tuple[CorpusFile, ..
 
     Raises: ValueError if no file remains, or for a file of comma-separated values.
     """
+    kinds: dict[CorpusFile, str] = {}  # those that the content decides
     if any(file.kind in _TABLES for file in files):
         others = [file for file in files if file.kind in ("text", "json", "jsonl")]
-        others.sort(key=lambda file: not file.name.endswith(_CSV))  # the message names these first
+        others.sort(key=lambda file: not is_named(file.path, _CSV))  # the message names these first
         which = "files beside Parquet or Arrow"
     else:
-        texts = [file for file in files if file.kind == "text"]
-        for file in texts:
-            if file.name.endswith(_CSV):
+        heads = {file: _head(file.path) for file in files if file.kind == "text" and not fault_of(file.path, "text")[0]}
+        for file in heads:
+            if is_named(file.path, _CSV):
                 raise ValueError(
                     f"--input {given!r}: {file.path} holds comma-separated values, which are not read; save them as "
                     "JSON Lines (pandas: read_csv(...).to_json('x.jsonl', orient='records', lines=True)) and name the "
                     "column of the text by --text-key"
                 )
-        others = [file for file in texts if _is_binary(file.path)]
+        others = [file for file, head in heads.items() if _is_binary(head)]
         which = "files that are no text in UTF-8"
+        objects = [file for file, head in heads.items() if _is_object(head.partition(b"\n")[0])]
+        kinds |= {file: "jsonl" for file in objects if is_named(file.path, _JL)}
+        if plain := [file.name for file in objects if file not in kinds]:
+            log.warning(
+                "--input %r: files that begin with a JSON object are read as plain text, keys and braces included; "
+                "name them .jsonl to have their records read: %s",
+                given, first_few(plain),
+            )  # fmt: skip
     if others:
         names = first_few([file.name for file in others])
         if len(others) == len(files):
             fix = "give text, .jsonl, .json, .parquet or .arrow"
             raise ValueError(f"--input {given!r} holds no text in UTF-8, but {names}; {fix}")
         log.warning("--input %r: %s are passed over: %s", given, which, names)
-    kinds = dict.fromkeys(others, _PASSED_OVER)
-    kinds |= {file: json_kind(file.path) for file in files if file.kind == "json" and file not in kinds}
-    return tuple(replace(file, kind=kinds.get(file, file.kind)) for file in files)
+    why = dict.fromkeys(others, which.removeprefix("files "))
+    kinds |= {file: json_kind(file.path) for file in files if file.kind == "json" and file not in why}
+    return tuple(replace(file, kind=kinds.get(file, file.kind), passed_over=why.get(file, "")) for file in files)
 
 
-def _is_binary(path: str) -> bool:
+def _head(path: str) -> bytes:
     try:
         with open_plain(path) as file:
-            head = file.read(_HEAD)
-            return b"\0" in head or head.startswith(b"%PDF-")
+            return file.read(_HEAD)
     except DAMAGE:
-        return False  # its reader will report the damage
+        return b""  # its reader will report the damage
+
+
+def _is_binary(head: bytes) -> bool:
+    """Return whether a file holds no text. One in UTF-16 holds text, which its reader will refuse."""
+    return (b"\0" in head and not head.startswith((b"\xff\xfe", b"\xfe\xff"))) or head.startswith(b"%PDF-")
+
+
+def _is_object(line: bytes) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except ValueError:
+        return len(line) == _HEAD and line.startswith(b'{"')  # the line is longer
 
 
 def _path_files(given: str, split: str) -> tuple[CorpusFile, ...]:
@@ -201,7 +248,7 @@ def _path_files(given: str, split: str) -> tuple[CorpusFile, ...]:
         path = path / split
     if (path / "state.json").is_file() and (path / "dataset_info.json").is_file():
         return _files(path, _saved(path / "state.json", lambda state: [x["filename"] for x in state["_data_files"]]))
-    return _readable(given, folder_files(path))
+    return _readable(given, folder_files(path)) + _hidden_files(path)
 
 
 def _saved(path: Path, names: Callable[[Any], list[str]]) -> list[str]:

@@ -1,5 +1,5 @@
 """Readers of JSON: one object per line; or arrays of objects, or objects over several lines. Files may be compressed by
-gzip or Zstandard. Only uncompressed files of lines can be cut.
+gzip or Zstandard.
 """
 
 import json
@@ -8,30 +8,20 @@ import re
 from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
-from megamix.data.prepare.compressed import COMPRESSED, DAMAGE, DamagedFile, open_plain
-from megamix.data.prepare.records import (
-    LONGEST_DOCUMENT,
-    BadRecord,
-    Blocks,
-    Record,
-    Records,
-    Stretch,
-    checked,
-    cut_text,
-    not_utf8,
-)
+from megamix.data.prepare.compressed import DAMAGE, DamagedFile, is_named, open_plain
+from megamix.data.prepare.records import BOM, LONGEST_DOCUMENT, BadRecord, Record, Records, Stretch, checked, not_utf8
+from megamix.plugins import COMPRESSIONS
 
 _LONGEST_RECORD = 2 * LONGEST_DOCUMENT  # bytes of a record: escapes make it longer than its text
 _MOST_KEYS = 8  # keys that a message names of a record without the wanted one
-_BOM = b"\xef\xbb\xbf"
 _HEAD, _BLOCK = 2**12, 2**20  # bytes
 # The beginning of a file whose records are not lines: an array, or an object whose first line is only its bracket.
-_NO_LINES = re.compile(rb"(?:%s)?\s*(?:\[|\{[ \t\r]*\n)" % _BOM)
+_NO_LINES = re.compile(rb"(?:%s)?\s*(?:\[|\{[ \t\r]*\n)" % BOM)
 # Matches up to the next bracket or comma outside of strings, in text without escapes.
 _STEP = re.compile(rb'(?:[^"\[\]{},]++|"[^"]*+")*+([\[\]{},])')
 _DEEPER = {b"[": 1, b"{": 1, b",": 0, b"]": -1, b"}": -1}
 
-Parts: TypeAlias = Callable[[str, Stretch], Iterator[bytes]]
+Parts: TypeAlias = Callable[[str, Stretch], Iterator[tuple[bytes, int]]]
 
 
 def json_kind(path: str) -> str:
@@ -43,56 +33,38 @@ def json_kind(path: str) -> str:
         return "jsonl"  # the reader of its kind will report the damage
 
 
-def cut_jsonl(path: str, blocks: Blocks, piece_bytes: int) -> list[Stretch]:
-    if path.endswith(COMPRESSED):
-        return cut_text(path, blocks, piece_bytes)
-    stretches: list[Stretch] = []
-    start, num_lines_before = 0, 0  # first byte of the stretch being made, and lines before it
-    place, num_lines = 0, 0  # first byte of the block, and lines counted so far
-    for block in blocks:
-        begin = 0  # index in the block up to which lines are counted
-        # Find the first line that ends in this block after the stretch is long enough.
-        while (end := block.find(b"\n", max(begin, start + piece_bytes - place)) + 1) > 0:
-            num_lines += block.count(b"\n", begin, end)
-            stretches.append(Stretch(start, place + end, num_lines_before, place + end - start))
-            start, num_lines_before, begin = place + end, num_lines, end
-        num_lines += block.count(b"\n", begin)
-        place += len(block)
-    if start < place:
-        stretches.append(Stretch(start, place, num_lines_before, place - start))
-    return stretches
-
-
 def read_json(parts: Parts, path: str, stretch: Stretch, text_key: str) -> Records:
     """Yield the records, one from each part of the file. `parts`: `lines` or `elements`."""
     number = stretch.num_records_before
     try:
-        for part in parts(path, stretch):
+        for part, size in parts(path, stretch):
             number += 1
-            if record := _parse(number, part, text_key):
-                yield record
+            record = _parse(number, part, text_key)
+            if record:
+                yield record._replace(num_bytes=size) if isinstance(record, BadRecord) else record
     except DAMAGE as error:  # records before it are whole
         yield BadRecord(number + 1, f"the rest of the file cannot be read: {error}")
 
 
-def lines(path: str, stretch: Stretch) -> Iterator[bytes]:
-    """Yield the lines. A line that is too long is cut one byte beyond the limit."""
+def lines(path: str, stretch: Stretch) -> Iterator[tuple[bytes, int]]:
+    """Yield the lines, each with its bytes. A line that is too long is cut one byte beyond the limit."""
     with open_plain(path) as file:
         left = math.inf  # bytes of the stretch that are still to be read
-        if not path.endswith(COMPRESSED):
+        if not is_named(path, COMPRESSIONS):
             file.seek(stretch.start)
             left = stretch.stop - stretch.start
         while left > 0 and (line := file.readline(_LONGEST_RECORD + 1)):
-            left -= len(line)
-            yield line
-            while len(line) >= _LONGEST_RECORD and not line.endswith(b"\n"):
-                line = file.readline(_LONGEST_RECORD)
-                left -= len(line)
+            end, size = line, len(line)
+            while len(end) >= _LONGEST_RECORD and not end.endswith(b"\n"):
+                end = file.readline(_LONGEST_RECORD)
+                size += len(end)
+            left -= size
+            yield line, size
 
 
-def elements(path: str, stretch: Stretch) -> Iterator[bytes]:
+def elements(path: str, stretch: Stretch) -> Iterator[tuple[bytes, int]]:
     """Yield the elements of an array, or objects that follow each other. Only brackets, commas and quotes are examined:
-    any other fault of an element does not affect its neighbours.
+    any other fault of an element does not affect its neighbours. Each comes with its bytes.
     """
     text, start, place = b"", 0, 0  # start: the element's beginning; place: the end of the brackets counted so far
     depth, in_array = 0, 0  # depth: open brackets; in_array: 1 within an array of elements
@@ -107,7 +79,7 @@ def elements(path: str, stretch: Stretch) -> Iterator[bytes]:
                 if depth == 1 and mark == b"[":
                     start, in_array = place, 1
                 elif not depth or (mark == b"," and depth == in_array):
-                    yield text[start : place - in_array]
+                    yield text[start : place - in_array], place - in_array - start
                     start, in_array = place, depth
             if len(text) - start > _LONGEST_RECORD:
                 raise DamagedFile(f"a record longer than {_LONGEST_RECORD} bytes, or a bracket or quote is missing")
@@ -120,7 +92,7 @@ def _parse(number: int, content: bytes, text_key: str) -> Record | None:
     if len(content) > _LONGEST_RECORD:
         return BadRecord(number, f"a record longer than {_LONGEST_RECORD} bytes; cut it into several")
     if number == 1:
-        content = content.removeprefix(_BOM)  # some editors write these three bytes first
+        content = content.removeprefix(BOM)
     if content.isspace() or not content:
         return None
     try:

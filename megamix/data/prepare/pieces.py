@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
+from megamix.data.prepare.lost import Line, line_of
 from megamix.data.prepare.plan import CorpusPiece, grouped, read_piece
 from megamix.data.prepare.records import BadRecord
 from megamix.data.prepare.split import DocumentInPart, Split
@@ -18,7 +19,6 @@ from megamix.data.tokenizer import open_tokenizer
 from megamix.durable import written_aside
 
 PARTS = ("train", "valid")
-_UNITS = {"jsonl": "line", "json": "record"}
 _BLOCK = 2**22
 _BATCH_CHARACTERS = 2**20  # characters of a batch: few enough to hold in memory with their token ids
 _MORE_CHARACTERS = 2**12  # added to each document's own: a batch is 256 short ones at most, enough for all threads
@@ -67,7 +67,7 @@ class PieceReport:
     num_documents: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PARTS, 0))
     num_bytes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PARTS, 0))  # bytes of text, as UTF-8
     num_empty: int = 0
-    bad_records: list[dict[str, str | int]] = field(default_factory=list)
+    left_out: list[Line] = field(default_factory=list)
     least_draw: int | None = None  # least draw among the documents in train
     drew_least: list[list[int]] = field(default_factory=list)  # number and bytes of the documents with the least draw
     checksums: list[int] = field(default_factory=list)  # CRC-32 of each token file
@@ -96,7 +96,7 @@ def encode_piece(job: EncodingJob, piece: CorpusPiece, number: int) -> PieceRepo
             token_ids = tokenizer.encode_documents([document.text for document in batch])
             for document, document_ids in zip(batch, token_ids, strict=True):
                 writers[document.part].add(document_ids)
-    if len(report.bad_records) <= job.max_bad_records:
+    if len(report.left_out) <= job.max_bad_records:
         report.checksums = job.checksums(number)
         with written_aside(job.report_path(number), sync=False) as file:
             file.write(json.dumps(asdict(report)).encode())
@@ -109,16 +109,15 @@ def documents_of(
     """Yield the documents of a piece, and stop at one bad record too many. The report counts documents, empty ones and
     bad records.
     """
-    for file, record in read_piece(piece, text_key):
+    for planned, record in read_piece(piece, text_key):
         if isinstance(record, BadRecord):
-            place = {_UNITS.get(file.kind, "row"): record.number} if record.number else {}
-            report.bad_records.append({"path": file.path, **place, "reason": record.reason})
-            if len(report.bad_records) > max_bad_records:
+            report.left_out.append(line_of(planned, record))
+            if len(report.left_out) > max_bad_records:
                 return
         elif not record.text:
             report.num_empty += 1
         else:
-            document = split.place(file, record.text)
+            document = split.place(planned.file, record.text)
             number = report.num_documents[document.part]
             if document.part == "train" and split.valid_fraction:  # without validation none moves to valid
                 if report.least_draw is None or document.draw < report.least_draw:

@@ -2,39 +2,37 @@
 is stopped.
 """
 
+import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
+from megamix.data.prepare.compressed import is_named, window_bytes
 from megamix.data.prepare.corpus import Corpus, CorpusFile
-from megamix.data.prepare.json_records import cut_jsonl, elements, lines, read_json
-from megamix.data.prepare.records import Blocks, Record, Records, Stretch, cut_text, read_registered, read_text
-from megamix.data.prepare.tables import cut_arrow, cut_parquet, read_arrow, read_parquet
-from megamix.machine import num_cores
-from megamix.plugins import READERS
+from megamix.data.prepare.faults import fault_of
+from megamix.data.prepare.json_records import elements, lines, read_json
+from megamix.data.prepare.records import Record, Records, Stretch, read_fault, read_registered, read_text
+from megamix.data.prepare.tables import arrow_columns, cut_parquet, parquet_columns, read_table
+from megamix.machine import memory_for_each, num_cores
+from megamix.plugins import COMPRESSIONS, READERS
 from megamix.progress import ProgressLine
 
 T = TypeVar("T")
 PIECE_BYTES = 2**24  # bytes of a piece, a second or two of work: a kill loses it, the last worker may be late by it
-
-
-class Reader(NamedTuple):
-    """Two functions for a kind of file. A fault of a record is a BadRecord, a fault of the request is a ValueError."""
-
-    cut: Callable[[str, Blocks, int], list[Stretch]]  # cuts a file into stretches to be read alone, in order
-    read: Callable[[str, Stretch, str], Records]  # yields a stretch's records in order; never holds the whole file
-
-
-_READERS = {
-    "text": Reader(cut_text, read_text),
-    "jsonl": Reader(cut_jsonl, partial(read_json, lines)),
-    "json": Reader(cut_text, partial(read_json, elements)),
-    "parquet": Reader(cut_parquet, read_parquet),
-    "arrow": Reader(cut_arrow, read_arrow),
+_BLOCK = 2**22
+# A reader yields a stretch's records in order, and never holds the whole file. A fault of a record is a BadRecord, a
+# fault of the request is a ValueError.
+Reader = Callable[[str, Stretch, str], Records]
+_READERS: dict[str, Reader] = {
+    "text": read_text,
+    "jsonl": partial(read_json, lines),
+    "json": partial(read_json, elements),
+    "parquet": partial(read_table, parquet_columns),
+    "arrow": partial(read_table, arrow_columns),
 }
 
 
@@ -46,8 +44,10 @@ class PlannedFile:
     num_bytes: int
     mtime_ns: int
     sha256: str
-    stretches: tuple[Stretch, ...]
-    reader: Reader  # the functions and not their name: unpickling them in a worker imports their plugin
+    read: Reader  # the function and not its name: unpickling it in a worker imports its plugin
+    fault: str  # why nothing of it can be read, as far as its first bytes or its footer tell; empty if something can
+    full_bytes: int  # bytes of the file for which a Git LFS pointer stands, otherwise num_bytes
+    window_bytes: int  # memory beside its records that a reader of it needs
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +70,20 @@ class Plan:
     def num_bytes(self) -> int:
         return sum(file.num_bytes for file in self.files)
 
+    @property
+    def full_bytes(self) -> int:
+        return sum(file.full_bytes for file in self.files)
+
+    def num_workers(self, wanted: int) -> int:
+        """Return how many workers may read at once: the largest windows that they may meet must fit in half of this
+        machine's memory. A window may take 2 GiB, and each worker reads one file at a time.
+        """
+        windows = sorted((file.window_bytes for file in self.files), reverse=True)
+        wanted = min(wanted, len(self.pieces))
+        while wanted > 1 and sum(windows[:wanted]) > memory_for_each(1)[0] / 2:
+            wanted -= 1
+        return wanted
+
 
 def make_plan(corpus: Corpus, piece_bytes: int = PIECE_BYTES, progress: ProgressLine | None = None) -> Plan:
     """Read every file once, for its checksum and for the places where it can be cut.
@@ -80,11 +94,12 @@ def make_plan(corpus: Corpus, piece_bytes: int = PIECE_BYTES, progress: Progress
     total = sum(os.path.getsize(file.path) for file in corpus.files)
     progress.begin(f"checksums of {len(corpus.files):,} file(s)", total)
     files: list[PlannedFile] = []
+    stretches: list[tuple[PlannedFile, Stretch]] = []
     with ThreadPoolExecutor(num_cores()) as threads:  # hashing releases the interpreter's lock
-        for planned in threads.map(lambda file: _plan_file(file, piece_bytes), corpus.files):
+        for planned, cut in threads.map(lambda file: _plan_file(file, piece_bytes), corpus.files):
             files.append(planned)
+            stretches += [(planned, stretch) for stretch in cut]
             progress.advance(planned.num_bytes)
-    stretches = ((file, stretch) for file in files for stretch in file.stretches)
     pieces = grouped(stretches, lambda pair: pair[1].num_bytes, piece_bytes)
     return Plan(tuple(files), tuple(CorpusPiece(tuple(piece)) for piece in pieces))
 
@@ -103,23 +118,58 @@ def grouped(items: Iterable[T], size: Callable[[T], int], most: int) -> Iterator
         yield group
 
 
-def _plan_file(file: CorpusFile, piece_bytes: int) -> PlannedFile:
-    path = Path(file.path)
-    before = path.stat()
-    blocks = Blocks(path)
-    reader = _READERS.get(file.kind) or Reader(cut_text, partial(read_registered, READERS.registered[file.kind]))
-    stretches = reader.cut(file.path, blocks, piece_bytes)
-    return PlannedFile(file, before.st_size, before.st_mtime_ns, blocks.sha256(), tuple(stretches), reader)
+def _plan_file(file: CorpusFile, piece_bytes: int) -> tuple[PlannedFile, list[Stretch]]:
+    """Return the file as it is now, and the stretches in which it is read."""
+    path, before = file.path, os.stat(file.path)
+    num_bytes = before.st_size
+    fault, pointed_bytes = fault_of(path, file.kind)
+    read = _READERS.get(file.kind) or partial(read_registered, READERS.registered[file.kind])
+    stretches = [Stretch(0, num_bytes, 0, num_bytes)]
+    if file.kind == "jsonl" and not is_named(path, COMPRESSIONS):
+        sha256, stretches = _cut_lines(path, piece_bytes)
+    else:
+        sha256 = file_sha256(Path(path))
+    if fault:
+        read, stretches = partial(read_fault, fault), [Stretch(0, num_bytes, 0, num_bytes)]
+    elif file.kind == "parquet":
+        stretches = cut_parquet(path)
+    full_bytes, window = pointed_bytes or num_bytes, window_bytes(path)
+    return PlannedFile(file, num_bytes, before.st_mtime_ns, sha256, read, fault, full_bytes, window), stretches
 
 
-def read_piece(piece: CorpusPiece, text_key: str) -> Iterator[tuple[CorpusFile, Record]]:
+def file_sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _cut_lines(path: str, piece_bytes: int) -> tuple[str, list[Stretch]]:
+    """Return the SHA-256, and stretches of whole lines, each of `piece_bytes` or some more."""
+    digest = hashlib.sha256()
+    stretches: list[Stretch] = []
+    start, num_lines_before = 0, 0  # first byte of the stretch being made, and lines before it
+    place, num_lines = 0, 0  # first byte of the block, and lines counted so far
+    with open(path, "rb", buffering=0) as file:
+        while block := file.read(min(piece_bytes, _BLOCK)):
+            digest.update(block)
+            end = place + block.find(b"\n") + 1
+            if end > place and end - start >= piece_bytes:
+                stretches.append(Stretch(start, end, num_lines_before, end - start))
+                start, num_lines_before = end, num_lines + 1
+            num_lines += block.count(b"\n")
+            place += len(block)
+    if start < place:
+        stretches.append(Stretch(start, place, num_lines_before, place - start))
+    return digest.hexdigest(), stretches
+
+
+def read_piece(piece: CorpusPiece, text_key: str) -> Iterator[tuple[PlannedFile, Record]]:
     """Yield a piece's records in order. Memory holds about one record at a time.
 
     Raises: ValueError if a file has changed since it was planned: its checksum in the manifest would be wrong.
     """
     for planned, stretch in piece.stretches:
-        for record in planned.reader.read(planned.file.path, stretch, text_key):
-            yield planned.file, record
+        for record in planned.read(planned.file.path, stretch, text_key):
+            yield planned, record
         now = os.stat(planned.file.path)
         if (now.st_size, now.st_mtime_ns) != (planned.num_bytes, planned.mtime_ns):
             raise ValueError(f"{planned.file.path} changed while it was being read; run prepare again")

@@ -6,8 +6,9 @@ continues from it; another request begins anew. The last act is the rename that 
 
 import fcntl
 import json
+import logging
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -16,18 +17,20 @@ from typing import Any
 
 from megamix.data.prepare import MANIFEST_NAME
 from megamix.data.prepare.corpus import Corpus, counted, first_few
+from megamix.data.prepare.lost import BAD_RECORDS_NAME, check_losses, count_losses, line_of, told_losses, write_lines
 from megamix.data.prepare.pieces import EncodingJob, PieceReport, merge_pieces
-from megamix.data.prepare.plan import PIECE_BYTES, Plan, make_plan
-from megamix.data.prepare.records import NOT_UTF8, Blocks
+from megamix.data.prepare.plan import PIECE_BYTES, Plan, file_sha256, make_plan
+from megamix.data.prepare.records import BadRecord
 from megamix.data.prepare.split import split_of
 from megamix.data.prepare.tokenizer_choice import TRAIN, TRAIN_BYTES, TokenizerChoice, make_tokenizer, sample_texts
 from megamix.data.prepare.workers import call_apart, encode_pieces, wait_for_orphans
 from megamix.data.tokenizer import open_tokenizer
-from megamix.durable import folder_aside, remove_asides, write_text
+from megamix.durable import folder_aside, lock_file, remove_asides, write_text
 from megamix.machine import num_cores
 from megamix.progress import ProgressLine
 
-BAD_RECORDS_NAME = "bad_records.jsonl"
+log = logging.getLogger("megamix")
+
 _FORMAT = 3
 
 
@@ -39,7 +42,8 @@ class Request:
     valid_fraction: float  # share of the documents that training never sees, 0 <= F < 1; 0 writes no valid files
     text_key: str = "text"  # key or column of the text in files of records
     num_workers: int | None = None  # number of processes; None: one for each core
-    max_bad_records: int = 100  # bad records that are left out; more stop the run
+    max_bad_records: int = 100  # bad records and files that are left out; more stop the run
+    allow_lost: float = 1.0  # percent of the bytes that are left out; more stop the run
     piece_bytes: int = PIECE_BYTES
 
     def __post_init__(self) -> None:
@@ -51,6 +55,8 @@ class Request:
             raise ValueError(f"--workers {self.num_workers} must be at least 1; leave it out for one a core")
         if self.max_bad_records < 0:
             raise ValueError(f"--max-bad-records {self.max_bad_records} must be at least 0; 0 stops at the first")
+        if not 0 <= self.allow_lost <= 100:
+            raise ValueError(f"--allow-lost {self.allow_lost:g} must lie in 0 <= PERCENT <= 100; 1 is the default")
 
     def manifest(self, corpus: Corpus, plan: Plan) -> dict[str, Any]:
         """Return everything that decides the result: if two of these are equal, the results' bytes are, too."""
@@ -78,22 +84,21 @@ class Prepared:
             f"{name} {counted(part['num_documents'], 'document')}, {part['num_tokens']:,} tokens"
             for name, part in self.manifest["parts"].items()
         ]
-        num_bad = self.manifest["num_bad_records"]
         sample = self.manifest.get("tokenizer_bytes")
         learned = f", learned from {sample / 2**20:g} MiB spread over the corpus" if sample else ""
         asked = self.manifest["request"].get("vocab_size") or 0  # 0: no tokenizer was trained
         fewer = f" (asked for {asked}: the text has no more to learn)" if self.manifest["vocab_size"] < asked else ""
-        bad = ""
-        if num_bad:
-            with (self.output_dir / BAD_RECORDS_NAME).open(encoding="utf-8") as file:
-                first = _told(json.loads(file.readline()))
-            bad = f"; {counted(num_bad, 'bad record')} left out ({BAD_RECORDS_NAME}), the first: {first}"
+        left_out = ""
+        if self.manifest["num_bad_records"]:
+            text = (self.output_dir / BAD_RECORDS_NAME).read_text(encoding="utf-8")
+            told = told_losses([json.loads(line) for line in text.splitlines()])
+            left_out = f"; left out {self.manifest['lost']['percent']:.2f} % of the bytes ({BAD_RECORDS_NAME}): {told}"
         empty = [file["path"] for file in self.manifest["request"]["files"] if not file["num_bytes"]]
         if num_empty := self.manifest["num_empty"]:
-            bad += f"; {counted(num_empty, 'empty document')} left out{': ' if empty else ''}{first_few(empty)}"
+            left_out += f"; {counted(num_empty, 'empty document')} left out{': ' if empty else ''}{first_few(empty)}"
         return (
             f"{self.output_dir}: {'already prepared' if self.reused else 'prepared'}; "
-            f"vocabulary {self.manifest['vocab_size']}{fewer}{learned}; {'; '.join(counts)}{bad}"
+            f"vocabulary {self.manifest['vocab_size']}{fewer}{learned}; {'; '.join(counts)}{left_out}"
         )
 
 
@@ -111,10 +116,13 @@ def prepare_corpus(
     corpus = corpus.outside(output_dir, unfinished)
     plan = make_plan(corpus, request.piece_bytes, progress)
     if not plan.pieces or not plan.num_bytes:
-        raise ValueError(f"{corpus.flag} holds no text; give files, or a folder of them, by --input PATH")
+        empty = f"{counted(len(plan.files), 'file')} without a byte or a row"
+        raise ValueError(f"{corpus.flag} holds no text, only {empty}; give other files by --input PATH")
     manifest = request.manifest(corpus, plan)
     if output_dir.exists() and (not output_dir.is_dir() or any(output_dir.iterdir())):
         return Prepared(output_dir=output_dir, reused=True, manifest=_finished_manifest(output_dir, manifest))
+    faults = [line_of(file, BadRecord(0, file.fault)) for file in plan.files if file.fault]
+    check_losses(faults, plan.full_bytes, request.max_bad_records, request.allow_lost)
     with _work_folder(unfinished, {"piece_bytes": request.piece_bytes, **manifest}):
         # The commit is a rename, which the system refuses if the output has been filled meanwhile.
         with folder_aside(output_dir, inside=unfinished) as result:
@@ -136,9 +144,11 @@ def _work_folder(unfinished: Path, request: dict[str, Any]) -> Iterator[None]:
         raise ValueError(f"--output: {error}; name a place in a folder that you may write to") from error
     with (unfinished / "lock").open("w") as lock:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+            has_lock = lock_file(lock.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
             raise ValueError(f"--output: another prepare is at work in {unfinished}; wait for it, or end it") from error
+        if not has_lock:
+            log.warning("--output: no locks on this file system: start no other prepare that writes to %s", unfinished)
         wait_for_orphans(unfinished)
         for folder in (unfinished, unfinished / "pieces"):
             remove_asides(folder, "*")
@@ -164,7 +174,7 @@ def _write(
 ) -> dict[str, Any]:
     """Write everything but the manifest to the result's folder. Return the manifest's facts about it."""
     split = split_of(plan.files, request.valid_fraction)
-    num_workers = min(request.num_workers or num_cores(), len(plan.pieces))
+    num_workers = plan.num_workers(request.num_workers or num_cores())
     make = partial(make_tokenizer, request.tokenizer, plan, request.text_key, split, unfinished / "tokenizer")
     with progress.aside():  # which the other process has for itself
         path = call_apart(unfinished, make) if num_workers > 1 else make()  # frees the trainer's memory
@@ -181,75 +191,62 @@ def _write(
     )
     vocab_size, end_of_text = tokenizer.vocab_size, tokenizer.end_of_text
     del tokenizer  # each worker opens the tokenizer itself
-    reports = _encode(unfinished, job, plan, num_workers, progress)
-    bad_records = [line for report in reports for line in report.bad_records]
+    reports = _encode(unfinished, job, plan, num_workers, request, progress)
+    bad_records = [line for report in reports for line in report.left_out]
+    num_empty = sum(report.num_empty for report in reports)
     if not any(any(report.num_documents.values()) for report in reports):
-        first = f", the first: {_told(bad_records[0])}" if bad_records else ""
-        fix = "name the key of the text by --text-key, or give other files"
-        if bad_records and str(bad_records[0]["reason"]).startswith(NOT_UTF8):
-            fix = "re-encode such files as UTF-8, for example by iconv -f latin1 -t utf-8 IN > OUT"
         for useless in (job.folder, path.parent):
             shutil.rmtree(useless, ignore_errors=True)
-        raise ValueError(f"{corpus.flag} holds no text, only {len(bad_records)} bad records{first}; {fix}")
+        found = f"{counted(num_empty, 'empty document')}; {told_losses(bad_records)}".rstrip("; ")
+        fix = "name the key of the text by --text-key, or give other files"
+        raise ValueError(f"{corpus.flag} holds no text, only {found}; {fix}")
     progress.begin("joining the pieces")
     counts = merge_pieces(job, reports, result, vocab_size)
     for file in path.parent.iterdir():
         shutil.copyfile(file, result / file.name)
     if bad_records:
-        _write_lines(result / BAD_RECORDS_NAME, bad_records)
+        write_lines(result / BAD_RECORDS_NAME, bad_records)
     is_sampled = request.tokenizer.what == TRAIN and plan.num_bytes > TRAIN_BYTES
     return {
         "vocab_size": vocab_size,  # may be below the wanted size: a small corpus has few pairs
         **({"tokenizer_bytes": TRAIN_BYTES} if is_sampled else {}),
         "end_token": {"text": job.end_token, "id": end_of_text},
         "parts": counts,
-        "num_empty": sum(report.num_empty for report in reports),
+        "num_empty": num_empty,
         "num_bad_records": len(bad_records),
+        "lost": count_losses(bad_records, plan.full_bytes),
         "outputs": {
-            file.name: {"num_bytes": file.stat().st_size, "sha256": Blocks(file).sha256()}
+            file.name: {"num_bytes": file.stat().st_size, "sha256": file_sha256(file)}
             for file in sorted(result.iterdir())
         },
     }
 
 
 def _encode(
-    unfinished: Path, job: EncodingJob, plan: Plan, num_workers: int, progress: ProgressLine
+    unfinished: Path, job: EncodingJob, plan: Plan, num_workers: int, request: Request, progress: ProgressLine
 ) -> list[PieceReport]:
     """Encode the pieces that are not there yet. Return the reports of all pieces.
 
-    Raises: ValueError if there are too many bad records; the side file then lists those found so far.
+    Raises: ValueError if too much would be left out; the side file then lists what was found so far.
     """
     numbers = range(len(plan.pieces))
     reports = {number: report for number in numbers if (report := job.finished_report(number))}
     missing = [number for number in numbers if number not in reports]
-    side_file = unfinished / BAD_RECORDS_NAME
     total = sum(piece.num_bytes for piece in plan.pieces)
     progress.begin(f"encoding {total:,} bytes", total, done=sum(plan.pieces[number].num_bytes for number in reports))
-    _check_bad_records(reports, job.max_bad_records, side_file)
+
+    def check() -> None:
+        lines = [line for number in sorted(reports) for line in reports[number].left_out]
+        side_file = unfinished / BAD_RECORDS_NAME
+        check_losses(lines, plan.full_bytes, request.max_bad_records, request.allow_lost, side_file)
+
+    check()
     for number, report in encode_pieces(unfinished, job, plan.pieces, missing, num_workers):
         reports[number] = report
         progress.advance(plan.pieces[number].num_bytes)
-        _check_bad_records(reports, job.max_bad_records, side_file)
+        if report.left_out:
+            check()
     return [reports[number] for number in numbers]
-
-
-def _check_bad_records(reports: dict[int, PieceReport], limit: int, side_file: Path) -> None:
-    found = [line for number in sorted(reports) for line in reports[number].bad_records]
-    if len(found) > limit:
-        _write_lines(side_file, found)
-        raise ValueError(
-            f"more than --max-bad-records {limit} bad records; the first: {_told(found[0])}; those found so far lie in "
-            f"{side_file}; correct the files, or give a higher limit: what is encoded is kept"
-        )
-
-
-def _told(line: dict[str, Any]) -> str:
-    place = "".join(f" {unit} {line[unit]}" for unit in ("line", "record", "row") if unit in line)
-    return f"{line['path']}{place}: {line['reason']}"
-
-
-def _write_lines(path: Path, lines: Sequence[dict[str, Any]]) -> None:
-    write_text(path, "".join(json.dumps(line) + "\n" for line in lines))
 
 
 def _finished_manifest(output_dir: Path, request: dict[str, Any]) -> dict[str, Any]:

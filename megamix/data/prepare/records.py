@@ -2,18 +2,16 @@
 of text files, each of which is one document.
 """
 
-import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 from megamix.data.prepare.compressed import DAMAGE, open_plain
 
 # Bytes. While a record is encoded, memory holds it in several forms, one of them its token ids as Python numbers.
 LONGEST_DOCUMENT = 2**26
-_BLOCK = 2**22
 NOT_UTF8 = "not UTF-8"  # how the reason of such a bad record begins
+BOM = b"\xef\xbb\xbf"  # some editors begin a file with these three bytes, which are no part of its text
 
 
 class Document(NamedTuple):
@@ -24,6 +22,7 @@ class Document(NamedTuple):
 class BadRecord(NamedTuple):
     number: int
     reason: str
+    num_bytes: int | None = None  # bytes of the record; None: the file cannot be read from here on, and counts whole
 
 
 Record: TypeAlias = Document | BadRecord
@@ -32,37 +31,12 @@ Records: TypeAlias = Iterator[Record]
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Part of a file, in the unit of its reader: bytes, row groups or batches."""
+    """Part of a file, in the unit of its reader: bytes or row groups."""
 
     start: int
     stop: int
     num_records_before: int
     num_bytes: int  # approximate measure of the work
-
-
-class Blocks:
-    """A file's bytes in blocks, hashed as they are read, so that the functions that cut a file read nothing twice.
-
-    Each block reuses the memory of the one before.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("rb", buffering=0)
-        self._digest = hashlib.sha256()
-
-    def __iter__(self) -> Iterator[bytearray]:
-        block = bytearray(_BLOCK)
-        while size := self._file.readinto(block):
-            del block[size:]
-            self._digest.update(block)
-            yield block
-
-    def sha256(self) -> str:
-        """Read the rest of the file, close it, and return the hash of the whole file, in hexadecimal."""
-        with self._file:
-            for _ in self:
-                pass
-        return self._digest.hexdigest()
 
 
 def checked(number: int, value: object, name: str) -> Record:
@@ -71,7 +45,7 @@ def checked(number: int, value: object, name: str) -> Record:
     `name`: the user's name of the value.
     """
     if not isinstance(value, str):
-        return BadRecord(number, f"{name} is {_TYPES.get(type(value), type(value).__name__)}, not a string")
+        return BadRecord(number, f"{name} is {_TYPES.get(type(value), 'a number')}, not a string")
     if not value.isascii():
         try:
             value.encode()
@@ -89,11 +63,11 @@ def too_long(number: int, size: int) -> BadRecord | None:
 def decoded(number: int, content: bytes) -> Record:
     """Return the document if the bytes are UTF-8 and not too many; otherwise a bad record."""
     if bad := too_long(number, len(content)):
-        return bad
+        return bad._replace(num_bytes=len(content))
     try:
         return Document(number, content.decode())
     except UnicodeDecodeError as error:
-        return BadRecord(number, not_utf8(error))
+        return BadRecord(number, not_utf8(error), len(content))
 
 
 def not_utf8(error: UnicodeDecodeError) -> str:
@@ -101,29 +75,22 @@ def not_utf8(error: UnicodeDecodeError) -> str:
 
 
 # Names of types as the files have them, not Python's.
-_TYPES = {
-    type(None): "null",
-    bool: "true or false",
-    int: "a number",
-    float: "a number",
-    list: "a list",
-    dict: "an object",
-}
-
-
-def cut_text(path: str, blocks: Blocks, piece_bytes: int) -> list[Stretch]:
-    """Return the whole file as one stretch."""
-    size = Path(path).stat().st_size
-    return [Stretch(0, size, 0, size)]
+_TYPES = {type(None): "null", bool: "true or false", list: "a list", dict: "an object"}
 
 
 def read_text(path: str, stretch: Stretch, text_key: str) -> Records:
     """Yield the file as one document."""
     try:
         with open_plain(path) as file:
-            yield decoded(0, file.read(LONGEST_DOCUMENT + 1))
+            record = decoded(0, file.read(LONGEST_DOCUMENT + 1).removeprefix(BOM))
     except DAMAGE as error:
-        yield BadRecord(0, f"the file cannot be read: {error}")
+        record = BadRecord(0, f"the file cannot be read: {error}")
+    yield record._replace(num_bytes=None) if isinstance(record, BadRecord) else record
+
+
+def read_fault(reason: str, path: str, stretch: Stretch, text_key: str) -> Records:
+    """Yield the fault of a file that cannot be read at all."""
+    yield BadRecord(0, reason)
 
 
 def read_registered(read: Callable[[str], Iterable[str]], path: str, stretch: Stretch, text_key: str) -> Records:
