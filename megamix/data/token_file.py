@@ -15,7 +15,6 @@ from megamix.data.steady_file import DataError, FileArray, SteadyFile, add_file
 from megamix.data.token_index import TokenIndex, write_index
 from megamix.durable import sync_file, written_aside
 
-_COPY_BYTES = 2**22
 _SAMPLED, _BLOCK = 256, 2**18  # number of blocks that are read of a .bin, and bytes of a block
 
 
@@ -48,23 +47,20 @@ class TokenFileWriter:
     index's content waits on the disk, too, so memory does not grow with the number of documents.
     """
 
-    def __init__(
-        self, prefix: Path, vocab_size: int, dtype: "np.dtype[np.generic] | None" = None, *, sync: bool = True
-    ) -> None:
-        """Keep the settings. `dtype`: `token_dtype` if None. Without `sync` a power cut may damage committed files."""
+    def __init__(self, prefix: Path, vocab_size: int, dtype: "np.dtype[np.generic] | None" = None) -> None:
+        """Keep the settings. `dtype`: `token_dtype` if None."""
         self.num_tokens = 0
         self.num_documents = 0
         self._num_sequences = 0
         self._prefix = prefix
         self._dtype = dtype or token_dtype(vocab_size)
         self._vocab_size = vocab_size
-        self._sync = sync
         self._open = ExitStack()
 
     def __enter__(self) -> "TokenFileWriter":
-        folder, sync = self._prefix.parent, self._sync
-        self._idx = self._open.enter_context(written_aside(idx_path(self._prefix), sync=sync))
-        self._bin = self._open.enter_context(written_aside(bin_path(self._prefix), sync=sync))  # renamed first
+        folder = self._prefix.parent
+        self._idx = self._open.enter_context(written_aside(idx_path(self._prefix)))
+        self._bin = self._open.enter_context(written_aside(bin_path(self._prefix)))  # renamed first
         self._lengths = self._open.enter_context(TemporaryFile(dir=folder))
         self._borders = self._open.enter_context(TemporaryFile(dir=folder))
         self._open.push(self._finish)
@@ -91,20 +87,14 @@ class TokenFileWriter:
         self.num_documents += 1
         self._borders.write(struct.pack("<q", self._num_sequences))
 
-    def copy(self, prefix: Path, start: int, stop: int) -> None:
-        """Append documents start .. stop - 1 of another token file, which has this dtype and may be empty."""
-        index = TokenIndex(idx_path(prefix))
-        assert index.dtype == self._dtype, (prefix, index.dtype, self._dtype)
-        first, last = (int(index.documents[document]) for document in (start, stop))
-        offset, end = index.document_offsets[start], index.document_offsets[stop]
-        tokens, size = SteadyFile(bin_path(prefix)), index.dtype.itemsize
-        for place in range(offset * size, end * size, _COPY_BYTES):
-            self._bin.write(tokens.read(place, min(place + _COPY_BYTES, end * size)))
-        self._lengths.write(index.sequence_lengths[first:last].tobytes())
-        self._borders.write((index.documents[start + 1 : stop + 1] - first + self._num_sequences).tobytes())
-        self._num_sequences += last - first
-        self.num_tokens += end - offset
-        self.num_documents += stop - start
+    def add_documents(self, token_ids: NDArray[np.integer], lengths: NDArray[np.integer]) -> None:
+        """Append documents of one sequence each. `token_ids`: those of all, in the file's dtype."""
+        self._bin.write(token_ids.tobytes())
+        self._lengths.write(lengths.astype("<i4").tobytes())
+        self._borders.write((np.arange(1, lengths.size + 1, dtype="<i8") + self._num_sequences).tobytes())
+        self._num_sequences += lengths.size
+        self.num_tokens += token_ids.size
+        self.num_documents += lengths.size
 
     def __exit__(self, *error: Any) -> None:
         self._open.__exit__(*error)
@@ -113,10 +103,7 @@ class TokenFileWriter:
         if error_type is None:
             write_index(self._idx, self._dtype, self._lengths, self._borders)
             for file in (self._bin, self._idx):  # a full disk shows here, before anything is replaced
-                if self._sync:
-                    sync_file(file)
-                else:
-                    file.flush()
+                sync_file(file)
             # Remove an older index first: beside a new .bin of the same size it would look like a commit.
             idx_path(self._prefix).unlink(missing_ok=True)
 

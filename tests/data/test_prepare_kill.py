@@ -111,7 +111,7 @@ def test_finished_pieces_are_used_by_the_same_request_and_by_no_other(source, wh
     (tmp_path / "source").symlink_to(source)  # the same files by another name are another request
     assert encoded_until_full(source, tmp_path / "other") == [*range(8)]
     assert encoded_until_full(tmp_path / "source", tmp_path / "other") == [*range(8)]
-    tokens = tmp_path / "out.partial" / "pieces" / "000003.train.bin"
+    tokens = tmp_path / "out.partial" / "pieces" / "000003.0.npz"
     tokens.write_bytes(bytes(tokens.stat().st_size))  # as after a power cut
     disk_full = False
     encoded.clear()

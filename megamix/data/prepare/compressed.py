@@ -3,6 +3,7 @@
 import gzip
 import io
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -41,7 +42,7 @@ def open_plain(path: str) -> IO[bytes]:
         return gzip.open(path)  # type: ignore[return-value]  # it has the methods of a binary file
     if is_named(path, ZSTD):
         zstandard = import_extra("zstandard", "data", what=f"{path}: ")
-        return io.BufferedReader(_ZstFrames(path, zstandard), 2**20)
+        return io.BufferedReader(_Stream(_zst_blocks(path, zstandard)), 2**20)
     return Path(path).open("rb")
 
 
@@ -61,42 +62,39 @@ def window_bytes(path: str) -> int:
         return 0  # its reader will report the damage
 
 
-class _ZstFrames(io.RawIOBase):
-    """A stream of a file's Zstandard frames. zstandard's own reader does not notice that a file was cut short."""
+def _zst_blocks(path: str, zstandard: Any) -> Iterator[bytes]:
+    """Yield what a file's Zstandard frames hold. zstandard's own reader does not notice that a file was cut short."""
+    frame = None  # the one being decompressed
+    with Path(path).open("rb") as file:
+        while block := file.read(_ZST_BLOCK):
+            while block:
+                frame = frame or zstandard.ZstdDecompressor(max_window_size=_LARGEST_WINDOW).decompressobj()
+                try:
+                    yield frame.decompress(block)
+                except zstandard.ZstdError as error:
+                    raise DamagedFile(str(error)) from error
+                block = frame.unused_data if frame.eof else b""
+                frame = None if frame.eof else frame
+    if frame:
+        raise DamagedFile("the compressed file ended before the end of a frame")
 
-    def __init__(self, path: str, zstandard: Any) -> None:
-        self._file = Path(path).open("rb")  # noqa: SIM115  # closed by close()
-        self._zstandard = zstandard
-        self._frame: Any = None  # the frame being decompressed
-        self._compressed = b""  # bytes read from the file, not decompressed yet
-        self._ready = memoryview(b"")  # decompressed bytes, not taken yet
+
+class _Stream(io.RawIOBase):
+    """Blocks as a file."""
+
+    def __init__(self, blocks: Iterator[bytes]) -> None:
+        self._blocks = blocks
+        self._ready = memoryview(b"")  # bytes of a block, not taken yet
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any, /) -> int:
-        target = memoryview(buffer)
         while not self._ready:
-            if not self._compressed:
-                self._compressed = self._file.read(_ZST_BLOCK)
-            if not self._compressed:
-                if self._frame is not None:
-                    raise DamagedFile("the compressed file ended before the end of a frame")
+            block = next(self._blocks, None)
+            if block is None:
                 return 0
-            if self._frame is None:
-                self._frame = self._zstandard.ZstdDecompressor(max_window_size=_LARGEST_WINDOW).decompressobj()
-            try:
-                self._ready = memoryview(self._frame.decompress(self._compressed))
-            except self._zstandard.ZstdError as error:
-                raise DamagedFile(str(error)) from error
-            self._compressed = b""
-            if self._frame.eof:
-                self._compressed, self._frame = self._frame.unused_data, None
-        taken = min(len(target), len(self._ready))
-        target[:taken] = self._ready[:taken]
-        self._ready = self._ready[taken:]
+            self._ready = memoryview(block)
+        taken = min(len(buffer), len(self._ready))
+        buffer[:taken], self._ready = self._ready[:taken], self._ready[taken:]
         return taken
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()

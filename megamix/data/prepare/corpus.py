@@ -28,7 +28,7 @@ _TABLES = ("parquet", "arrow")
 # Endings of text that is of no use for training.
 _CSV = tuple(ending + more for ending in (".csv", ".tsv") for more in ("", *COMPRESSIONS))
 _JL = tuple(f".jl{more}" for more in ("", *COMPRESSIONS))  # JSON Lines or Julia, by the content
-_HEAD = 2**13  # bytes that are searched for a zero, which no text has; a PDF need not have one
+_HEAD = 2**13  # bytes that tell a file's kind: no text has a zero among them; a PDF need not have one
 _TOLD = 8  # files that a message names
 
 
@@ -209,7 +209,7 @@ def _readable(given: str, files: tuple[CorpusFile, ...]) -> tuple[CorpusFile, ..
             raise ValueError(f"--input {given!r} holds no text in UTF-8, but {names}; {fix}")
         log.warning("--input %r: %s are passed over: %s", given, which, names)
     why = dict.fromkeys(others, which.removeprefix("files "))
-    kinds |= {file: json_kind(file.path) for file in files if file.kind == "json" and file not in why}
+    kinds |= {file: json_kind(_head(file.path)) for file in files if file.kind == "json" and file not in why}
     return tuple(replace(file, kind=kinds.get(file, file.kind), passed_over=why.get(file, "")) for file in files)
 
 

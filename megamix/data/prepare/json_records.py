@@ -14,7 +14,7 @@ from megamix.plugins import COMPRESSIONS
 
 _LONGEST_RECORD = 2 * LONGEST_DOCUMENT  # bytes of a record: escapes make it longer than its text
 _MOST_KEYS = 8  # keys that a message names of a record without the wanted one
-_HEAD, _BLOCK = 2**12, 2**20  # bytes
+_BLOCK = 2**20  # bytes
 # The beginning of a file whose records are not lines: an array, or an object whose first line is only its bracket.
 _NO_LINES = re.compile(rb"(?:%s)?\s*(?:\[|\{[ \t\r]*\n)" % BOM)
 # Matches up to the next bracket or comma outside of strings, in text without escapes.
@@ -24,13 +24,9 @@ _DEEPER = {b"[": 1, b"{": 1, b",": 0, b"]": -1, b"}": -1}
 Parts: TypeAlias = Callable[[str, Stretch], Iterator[tuple[bytes, int]]]
 
 
-def json_kind(path: str) -> str:
-    """Return the kind of a .json, .json.gz or .json.zst: "jsonl" if its records are lines, otherwise "json"."""
-    try:
-        with open_plain(path) as file:
-            return "json" if _NO_LINES.match(file.read(_HEAD)) else "jsonl"
-    except DAMAGE:
-        return "jsonl"  # the reader of its kind will report the damage
+def json_kind(head: bytes) -> str:
+    """Return the kind of a .json, by its first bytes: "jsonl" if its records are lines, otherwise "json"."""
+    return "json" if _NO_LINES.match(head) else "jsonl"
 
 
 def read_json(parts: Parts, path: str, stretch: Stretch, text_key: str) -> Records:

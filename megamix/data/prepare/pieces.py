@@ -3,26 +3,28 @@
 import functools
 import json
 import sys
-import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
-from itertools import pairwise
 from pathlib import Path
+from zipfile import BadZipFile
+
+import numpy as np
+from numpy.typing import NDArray
 
 from megamix.data.prepare.lost import Line, line_of
 from megamix.data.prepare.plan import CorpusPiece, grouped, read_piece
 from megamix.data.prepare.records import BadRecord
 from megamix.data.prepare.split import DocumentInPart, Split
 from megamix.data.text_tokenizer import TextTokenizer
-from megamix.data.token_file import TokenFileWriter, bin_path, idx_path
+from megamix.data.token_file import TokenFileWriter, token_dtype
 from megamix.data.tokenizer import open_tokenizer
 from megamix.durable import written_aside
 
 PARTS = ("train", "valid")
-_BLOCK = 2**22
+_CHUNK_TOKENS = 2**21  # tokens of a file of a piece: a piece may be of any size, and memory holds a file
 _BATCH_CHARACTERS = 2**20  # characters of a batch: few enough to hold in memory with their token ids
 _MORE_CHARACTERS = 2**12  # added to each document's own: a batch is 256 short ones at most, enough for all threads
-Moved = dict[int, list[list[int]]]  # by piece, documents that move from train to valid: number and bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,45 +39,47 @@ class EncodingJob:
     split: Split
     max_bad_records: int
 
-    def prefix(self, number: int, part: str) -> Path:
-        """Return the prefix of a piece's token files."""
-        return self.folder / f"{number:06}.{part}"
-
     def report_path(self, number: int) -> Path:
         return self.folder / f"{number:06}.json"
 
-    def checksums(self, number: int) -> list[int]:
-        """Return the CRC-32 of each of a piece's token files."""
-        prefixes = [self.prefix(number, part) for part in PARTS]
-        return [_crc32(path) for prefix in prefixes for path in (bin_path(prefix), idx_path(prefix))]
+    def chunk_path(self, number: int, chunk: int) -> Path:
+        return self.folder / f"{number:06}.{chunk}.npz"
+
+    def chunks(self, number: int, report: "PieceReport") -> Iterator[dict[str, NDArray[np.integer]]]:
+        """Yield a piece's documents, a file at a time: `tokens` of all, and of each its number of tokens in `lengths`,
+        `draws`, `valid` and `num_bytes`. Raises: BadZipFile for damage, which the file's checksums show.
+        """
+        for chunk in range(report.num_chunks):
+            with np.load(self.chunk_path(number, chunk)) as arrays:
+                yield dict(arrays)
 
     def finished_report(self, number: int) -> "PieceReport | None":
         """Return the piece's report; None if the piece is not whole. Pieces are not synced to the disk, which would
-        take a fifth of the time or more. After a power cut the checksums show damage.
+        take a fifth of the time or more: a power cut may damage them.
         """
         try:
             report = PieceReport(**json.loads(self.report_path(number).read_text(encoding="utf-8")))
-            return report if report.checksums == self.checksums(number) else None
-        except (OSError, ValueError, TypeError):
+            for _ in self.chunks(number, report):
+                pass
+            return report
+        except (OSError, ValueError, TypeError, BadZipFile):
             return None
 
 
 @dataclass(slots=True)
 class PieceReport:
-    """Facts about a piece that its token files do not hold."""
+    """Facts about a piece, without those about single documents."""
 
     num_documents: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PARTS, 0))
-    num_bytes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PARTS, 0))  # bytes of text, as UTF-8
     num_empty: int = 0
     left_out: list[Line] = field(default_factory=list)
-    least_draw: int | None = None  # least draw among the documents in train
-    drew_least: list[list[int]] = field(default_factory=list)  # number and bytes of the documents with the least draw
-    checksums: list[int] = field(default_factory=list)  # CRC-32 of each token file
+    least_draw: int = 2**64  # least draw among the documents in train, or more than any draw
+    num_chunks: int = 0
 
 
-@functools.lru_cache(1)
+@functools.cache
 def opened_tokenizer(job: EncodingJob) -> TextTokenizer:
-    """Return the tokenizer of a job. A process opens it once: opening it takes longer than encoding a small piece."""
+    """Open a job's tokenizer once per process."""
     tokenizer = open_tokenizer(job.tokenizer, job.end_token)
     if job.fast:
         tokenizer.speed_up(())  # no texts: the ids were compared before the job began
@@ -88,19 +92,36 @@ def encode_piece(job: EncodingJob, piece: CorpusPiece, number: int) -> PieceRepo
 
     Raises: ValueError if a file cannot be read as the request says.
     """
-    tokenizer, report = opened_tokenizer(job), PieceReport()
-    writers = {part: TokenFileWriter(job.prefix(number, part), tokenizer.vocab_size, sync=False) for part in PARTS}
-    with writers["train"], writers["valid"]:
-        documents = documents_of(piece, job.text_key, job.split, report, job.max_bad_records)
-        for batch in grouped(documents, lambda document: len(document.text) + _MORE_CHARACTERS, _BATCH_CHARACTERS):
-            token_ids = tokenizer.encode_documents([document.text for document in batch])
-            for document, document_ids in zip(batch, token_ids, strict=True):
-                writers[document.part].add(document_ids)
+    report = PieceReport()
+    dtype = token_dtype(opened_tokenizer(job).vocab_size)
+    documents = documents_of(piece, job.text_key, job.split, report, job.max_bad_records)
+    for chunk in grouped(_encoded(job, documents), lambda pair: pair[1].size, _CHUNK_TOKENS):
+        with written_aside(job.chunk_path(number, report.num_chunks), sync=False) as file:
+            np.savez(
+                file,
+                tokens=np.concatenate([token_ids for _, token_ids in chunk]).astype(dtype),
+                lengths=np.array([token_ids.size for _, token_ids in chunk]),
+                draws=np.array([document.draw for document, _ in chunk], np.uint64),
+                valid=np.array([document.part == "valid" for document, _ in chunk]),
+                num_bytes=np.array([document.num_bytes for document, _ in chunk]),
+            )
+        report.num_chunks += 1
     if len(report.left_out) <= job.max_bad_records:
-        report.checksums = job.checksums(number)
         with written_aside(job.report_path(number), sync=False) as file:
             file.write(json.dumps(asdict(report)).encode())
     return report
+
+
+def _encoded(
+    job: EncodingJob, documents: Iterator[DocumentInPart]
+) -> Iterator[tuple[DocumentInPart, NDArray[np.int64]]]:
+    """Yield the documents without their texts, each with its token ids."""
+    tokenizer = opened_tokenizer(job)
+    for batch in grouped(documents, lambda document: len(document.text) + _MORE_CHARACTERS, _BATCH_CHARACTERS):
+        encoded = tokenizer.encode_documents([document.text for document in batch])
+        for document, token_ids in zip(batch, encoded, strict=True):
+            assert 0 <= token_ids.min() <= token_ids.max() < tokenizer.vocab_size, document.text
+            yield document._replace(text=""), token_ids
 
 
 def documents_of(
@@ -118,23 +139,10 @@ def documents_of(
             report.num_empty += 1
         else:
             document = split.place(planned.file, record.text)
-            number = report.num_documents[document.part]
-            if document.part == "train" and split.valid_fraction:  # without validation none moves to valid
-                if report.least_draw is None or document.draw < report.least_draw:
-                    report.least_draw, report.drew_least = document.draw, []
-                if document.draw == report.least_draw:
-                    report.drew_least.append([number, document.num_bytes])
-            report.num_bytes[document.part] += document.num_bytes
-            report.num_documents[document.part] = number + 1
+            report.num_documents[document.part] += 1
+            if document.part == "train":
+                report.least_draw = min(report.least_draw, document.draw)
             yield document
-
-
-def _crc32(path: Path) -> int:
-    checksum = 0
-    with path.open("rb") as file:
-        while block := file.read(_BLOCK):
-            checksum = zlib.crc32(block, checksum)
-    return checksum
 
 
 def merge_pieces(
@@ -142,45 +150,29 @@ def merge_pieces(
 ) -> dict[str, dict[str, int]]:
     """Write train and valid. Return the number of documents, tokens and bytes of text of each.
 
+    If no document validates, as in a small corpus, the one with the least draw moves there, and all equal to it.
     Raises: ValueError if no document would be left to train on.
     """
-    moved = _moved(job, reports)
-    num_train = sum(report.num_documents["train"] for report in reports)
-    if num_train == sum(map(len, moved.values())):
-        num_documents = num_train + sum(report.num_documents["valid"] for report in reports)
+    parts = PARTS if job.split.valid_fraction else PARTS[:1]
+    moves = job.split.valid_fraction and not any(report.num_documents["valid"] for report in reports)
+    least = min(report.least_draw for report in reports)
+    num_bytes = dict.fromkeys(parts, 0)
+    with ExitStack() as stack:
+        writers = {part: stack.enter_context(TokenFileWriter(folder / part, vocab_size)) for part in parts}
+        for number, report in enumerate(reports):
+            for chunk in job.chunks(number, report):
+                valid = chunk["draws"] == least if moves else chunk["valid"]
+                for part, taken in zip(parts, (~valid, valid), strict=False):
+                    tokens = chunk["tokens"][np.repeat(taken, chunk["lengths"])]
+                    writers[part].add_documents(tokens, chunk["lengths"][taken])
+                    num_bytes[part] += int(chunk["num_bytes"][taken].sum())
+    if not writers["train"].num_documents:
         raise ValueError(
-            f"--valid-fraction {job.split.valid_fraction} leaves none of {num_documents} document(s) to train on; a "
-            ".txt file is one: split it into a new folder (split -n l/20 --additional-suffix=.txt FILE parts/)"
+            f"--valid-fraction {job.split.valid_fraction} leaves none of {writers['valid'].num_documents} document(s) "
+            "to train on; a .txt file is one: split it into a new folder (split -n l/20 --additional-suffix=.txt FILE "
+            "parts/)"
         )
-    counts = {}
-    for part in PARTS if job.split.valid_fraction else PARTS[:1]:
-        with TokenFileWriter(folder / part, vocab_size) as writer:
-            for number, report in enumerate(reports):
-                for source, start, stop in _ranges(part, report.num_documents, moved.get(number, [])):
-                    writer.copy(job.prefix(number, source), start, stop)
-        num_bytes = sum(report.num_bytes[part] for report in reports)
-        moved_bytes = sum(size for documents in moved.values() for _, size in documents)
-        num_bytes += moved_bytes if part == "valid" else -moved_bytes
-        counts[part] = {"num_documents": writer.num_documents, "num_tokens": writer.num_tokens, "num_bytes": num_bytes}
-    return counts
-
-
-def _moved(job: EncodingJob, reports: Sequence[PieceReport]) -> Moved:
-    """Return the documents that move to valid because no document qualifies, as in a small corpus: the one with the
-    least draw, and all that are equal to it.
-    """
-    if not job.split.valid_fraction or any(report.num_documents["valid"] for report in reports):
-        return {}
-    least = min((report.least_draw for report in reports if report.least_draw is not None), default=-1)
-    return {number: report.drew_least for number, report in enumerate(reports) if report.least_draw == least}
-
-
-def _ranges(part: str, num_documents: Mapping[str, int], moved: Sequence[list[int]]) -> Iterator[tuple[str, int, int]]:
-    """Yield the ranges of documents that a piece gives to a part: the part in which the piece has them, start, stop."""
-    numbers = [number for number, _ in moved]
-    if part == "valid":
-        yield part, 0, num_documents[part]
-        yield from (("train", number, number + 1) for number in numbers)
-    else:
-        borders = [-1, *numbers, num_documents[part]]
-        yield from ((part, before + 1, stop) for before, stop in pairwise(borders))
+    return {
+        part: {"num_documents": writer.num_documents, "num_tokens": writer.num_tokens, "num_bytes": num_bytes[part]}
+        for part, writer in writers.items()
+    }

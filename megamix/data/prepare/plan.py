@@ -47,7 +47,6 @@ class PlannedFile:
     read: Reader  # the function and not its name: unpickling it in a worker imports its plugin
     fault: str  # why nothing of it can be read, as far as its first bytes or its footer tell; empty if something can
     full_bytes: int  # bytes of the file for which a Git LFS pointer stands, otherwise num_bytes
-    window_bytes: int  # memory beside its records that a reader of it needs
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +77,7 @@ class Plan:
         """Return how many workers may read at once: the largest windows that they may meet must fit in half of this
         machine's memory. A window may take 2 GiB, and each worker reads one file at a time.
         """
-        windows = sorted((file.window_bytes for file in self.files), reverse=True)
+        windows = sorted((window_bytes(file.file.path) for file in self.files), reverse=True)
         wanted = min(wanted, len(self.pieces))
         while wanted > 1 and sum(windows[:wanted]) > memory_for_each(1)[0] / 2:
             wanted -= 1
@@ -133,8 +132,8 @@ def _plan_file(file: CorpusFile, piece_bytes: int) -> tuple[PlannedFile, list[St
         read, stretches = partial(read_fault, fault), [Stretch(0, num_bytes, 0, num_bytes)]
     elif file.kind == "parquet":
         stretches = cut_parquet(path)
-    full_bytes, window = pointed_bytes or num_bytes, window_bytes(path)
-    return PlannedFile(file, num_bytes, before.st_mtime_ns, sha256, read, fault, full_bytes, window), stretches
+    full_bytes = pointed_bytes or num_bytes
+    return PlannedFile(file, num_bytes, before.st_mtime_ns, sha256, read, fault, full_bytes), stretches
 
 
 def file_sha256(path: Path) -> str:

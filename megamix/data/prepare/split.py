@@ -19,13 +19,6 @@ class DocumentInPart(NamedTuple):
     num_bytes: int
 
 
-class Stratum(NamedTuple):
-    """Text files that are alike: of one folder, and of lengths within a factor of two."""
-
-    folder: str
-    size_bits: int
-
-
 @dataclass(frozen=True, slots=True)
 class Split:
     """The documents of a corpus that validate: text files by their names, which `held_out_files` has chosen; records,
@@ -64,11 +57,11 @@ def held_out_files(files: Iterable[PlannedFile], valid_fraction: float, longest:
     together. A few hundred drawn without strata are easily of one kind: a third of the standard library's validation
     was tables of character sets, a sixth of its text, and validation ended .37 nats below training.
     """
-    strata: dict[Stratum, list[str]] = defaultdict(list)
+    strata: dict[tuple[str, int], list[str]] = defaultdict(list)  # by folder, and by length within a factor of two
     for planned in files:
         if _is_drawn_by_name(planned.file) and 0 < planned.num_bytes <= longest:
             folder, _, _ = planned.file.name.rpartition("/")
-            strata[Stratum(folder, planned.num_bytes.bit_length())].append(planned.file.name)
+            strata[folder, planned.num_bytes.bit_length()].append(planned.file.name)
     held_out: list[str] = []
     seen = 0
     for _, names in sorted(strata.items()):
