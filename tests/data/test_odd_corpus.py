@@ -14,6 +14,7 @@ import pytest
 import zstandard
 
 from megamix.data.prepare.corpus import input_corpus
+from megamix.data.prepare.plan import make_plan
 from megamix.data.prepare.prepare_corpus import Request, prepare_corpus
 from megamix.data.prepare.tokenizer_choice import TokenizerChoice
 from megamix.data.token_file import TokenFile
@@ -217,3 +218,13 @@ def test_too_much_that_headers_tell_is_refused_before_any_work(odd, tmp_path):
     with pytest.raises(ValueError, match=told):
         prepared(odd, tmp_path / "out")
     assert not (tmp_path / "out.partial").exists()
+
+
+def test_windows_of_zstandard_bound_the_workers_that_may_meet_them(tmp_path, monkeypatch):
+    for number in range(4):
+        window = {"window_log": 31} if number < 2 else {}
+        (tmp_path / f"{number}.jsonl.zst").write_bytes(SKIPPABLE + zst(records("text"), **window))
+    planned = make_plan(input_corpus([str(tmp_path)]), piece_bytes=1)
+    for gibibytes, workers in ((1, 1), (5, 1), (9, 4)):  # half of it is for windows, of which two have 2 GiB
+        monkeypatch.setattr("megamix.data.prepare.plan.memory_for_each", lambda _, size=gibibytes: (size * 2**30, ""))
+        assert planned.num_workers(16) == workers

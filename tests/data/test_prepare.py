@@ -254,6 +254,8 @@ def test_wrong_input_is_refused_before_anything_is_written(text_dir, tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             prepare(text_dir, tmp_path / "sub" / "out", vocab_size, valid_fraction)
+    with pytest.raises(ValueError, match="--allow-lost 101 must lie in 0 <= PERCENT <= 100; "):
+        prepare(text_dir, tmp_path / "sub" / "out", allow_lost=101)
     assert not (tmp_path / "sub").exists()
 
 

@@ -364,11 +364,18 @@ def test_a_bad_row_of_a_table_costs_no_other_and_a_damaged_table_is_one(tmp_path
 
 @pytest.mark.parametrize("ending", ["parquet", "arrow"])
 def test_a_column_that_is_no_text_is_the_request_s_mistake(tmp_path, ending):
-    _write_table(tmp_path / f"x.{ending}", [b"one"])
-    for text_key, message in (("content", r"has no column 'content' \(columns: id, text\)"), ("id", "holds int64")):
+    import pyarrow.parquet
+
+    def refused(message, text_key):
         request = Request(tokenizer=TokenizerChoice("bytes"), valid_fraction=0, text_key=text_key)
         with pytest.raises(ValueError, match=message + r".* by --text-key"):
             prepare_corpus(input_corpus([str(tmp_path)]), tmp_path / "out", request)
+
+    _write_table(tmp_path / f"x.{ending}", [b"one"])
+    refused(r"has no column 'content' \(columns: id, text\)", "content")
+    refused("holds int64", "id")
+    pyarrow.parquet.write_table(pyarrow.table({"text": [["a", "b"]]}), tmp_path / "x.parquet")
+    refused(r"holds list<.*>, not strings; make a row of each string \(pandas: explode\('text'\)\)", "text")
 
 
 def test_more_bad_records_than_the_limit_stop_the_run_and_fewer_do_not(tmp_path):

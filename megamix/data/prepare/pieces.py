@@ -22,7 +22,8 @@ from megamix.data.tokenizer import open_tokenizer
 from megamix.durable import written_aside
 
 PARTS = ("train", "valid")
-_CHUNK_TOKENS = 2**21  # tokens of a file of a piece: a piece may be of any size, and memory holds a file
+_CHUNK_TOKENS = 2**20  # tokens of a file of a piece: a piece may be of any size, and memory holds a file
+_MORE_TOKENS = 2**6  # added to each document's own, for what Python takes beside them
 _BATCH_CHARACTERS = 2**20  # characters of a batch: few enough to hold in memory with their token ids
 _MORE_CHARACTERS = 2**12  # added to each document's own: a batch is 256 short ones at most, enough for all threads
 
@@ -93,13 +94,12 @@ def encode_piece(job: EncodingJob, piece: CorpusPiece, number: int) -> PieceRepo
     Raises: ValueError if a file cannot be read as the request says.
     """
     report = PieceReport()
-    dtype = token_dtype(opened_tokenizer(job).vocab_size)
     documents = documents_of(piece, job.text_key, job.split, report, job.max_bad_records)
-    for chunk in grouped(_encoded(job, documents), lambda pair: pair[1].size, _CHUNK_TOKENS):
+    for chunk in grouped(_encoded(job, documents), lambda pair: pair[1].size + _MORE_TOKENS, _CHUNK_TOKENS):
         with written_aside(job.chunk_path(number, report.num_chunks), sync=False) as file:
             np.savez(
                 file,
-                tokens=np.concatenate([token_ids for _, token_ids in chunk]).astype(dtype),
+                tokens=np.concatenate([token_ids for _, token_ids in chunk]),
                 lengths=np.array([token_ids.size for _, token_ids in chunk]),
                 draws=np.array([document.draw for document, _ in chunk], np.uint64),
                 valid=np.array([document.part == "valid" for document, _ in chunk]),
@@ -114,14 +114,15 @@ def encode_piece(job: EncodingJob, piece: CorpusPiece, number: int) -> PieceRepo
 
 def _encoded(
     job: EncodingJob, documents: Iterator[DocumentInPart]
-) -> Iterator[tuple[DocumentInPart, NDArray[np.int64]]]:
+) -> Iterator[tuple[DocumentInPart, NDArray[np.integer]]]:
     """Yield the documents without their texts, each with its token ids."""
     tokenizer = opened_tokenizer(job)
+    dtype = token_dtype(tokenizer.vocab_size)
     for batch in grouped(documents, lambda document: len(document.text) + _MORE_CHARACTERS, _BATCH_CHARACTERS):
         encoded = tokenizer.encode_documents([document.text for document in batch])
         for document, token_ids in zip(batch, encoded, strict=True):
             assert 0 <= token_ids.min() <= token_ids.max() < tokenizer.vocab_size, document.text
-            yield document._replace(text=""), token_ids
+            yield document._replace(text=""), token_ids.astype(dtype)
 
 
 def documents_of(
