@@ -271,7 +271,7 @@ def _is_of_a_run(path: Path) -> bool:
 def _read(path: Path, what: str) -> str:
     """Return a file's text. Raises: ConfigError with a path to write."""
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         # without their ending: names that share it alone are not similar
         near = nearest(path.stem, [file.stem for file in path.parent.glob("*.toml")])

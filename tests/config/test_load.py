@@ -161,6 +161,12 @@ def test_a_base_that_is_no_configuration_is_refused_in_a_line(tmp_path, make, to
     assert told in problem
 
 
+def test_the_byte_order_mark_of_some_editors_is_no_mistake(minimal):
+    config = load_config(minimal)
+    minimal.write_bytes(b"\xef\xbb\xbf" + minimal.read_bytes())
+    assert load_config(minimal) == config
+
+
 def test_the_file_itself_may_be_a_pipe():
     """A user of a shell, who writes megamix train <(generate)."""
     readable, writable = os.pipe()
