@@ -304,7 +304,7 @@ def test_of_a_damaged_compressed_file_the_whole_records_are_kept(tmp_path, endin
         path.write_bytes(DAMAGE[damage](compressed(ending, LINES)))
     texts, bad = read_texts(records)
     if damage == "that is not compressed":
-        assert "compressed by nothing, though its name says by" in bad[-1]["reason"]
+        assert bad[-1]["reason"].startswith("not compressed as its name says: ")
     else:
         assert bad[-1]["line"] >= len(texts)
         assert "the rest of the file cannot be read: " in bad[-1]["reason"]
@@ -313,7 +313,7 @@ def test_of_a_damaged_compressed_file_the_whole_records_are_kept(tmp_path, endin
     assert len(texts) > 1000 or damage == "that is not compressed"
     texts, (bad,) = read_texts(text)
     assert (texts, bad["path"]) == ([], str(text))
-    assert bad["reason"].startswith(("the file cannot be read: ", "not UTF-8", "compressed by nothing"))
+    assert bad["reason"].startswith(("the file cannot be read: ", "not UTF-8", "not compressed as"))
 
 
 @pytest.mark.parametrize("ending", ["gz", "zst"])

@@ -2,6 +2,7 @@
 
 import gzip
 import io
+import re
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,9 +12,9 @@ from megamix.data import import_extra
 from megamix.plugins import COMPRESSIONS
 
 GZIP, ZSTD = COMPRESSIONS[:2], COMPRESSIONS[2:]  # endings
-GZIP_MAGIC, ZSTD_MAGIC = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 _ZST_BLOCK = 2**14  # compressed bytes read at a time; damage loses the whole block, also what comes before it
 _LARGEST_WINDOW = 2**31  # bytes; zstandard alone refuses more than 128 MiB, but `zstd --long=31` writes such files
+_SKIPPABLE = re.compile(rb"[\x50-\x5f]\x2a\x4d\x18")  # begins a frame without data, as pzstd writes
 _LARGEST_HEADER = 18  # bytes of the header of a Zstandard frame
 
 
@@ -27,11 +28,6 @@ DAMAGE = (EOFError, zlib.error, gzip.BadGzipFile, DamagedFile)  # errors of read
 def is_named(path: str, endings: tuple[str, ...]) -> bool:
     """Return whether a file has one of these endings, in small or capital letters."""
     return path.lower().endswith(endings)
-
-
-def is_skippable(head: bytes) -> bool:
-    """Return whether a Zstandard file goes on with a frame without data, as pzstd and seekable zstd write."""
-    return head[1:4] == b"\x2a\x4d\x18" and head[0] >> 4 == 5
 
 
 def open_plain(path: str) -> IO[bytes]:
@@ -54,7 +50,7 @@ def window_bytes(path: str) -> int:
         return 0
     zstandard = import_extra("zstandard", "data", what=f"{path}: ")
     with Path(path).open("rb") as file:
-        while is_skippable(head := file.read(_LARGEST_HEADER)):
+        while _SKIPPABLE.match(head := file.read(_LARGEST_HEADER)):
             file.seek(8 + int.from_bytes(head[4:8], "little") - len(head), io.SEEK_CUR)
     try:
         return int(zstandard.get_frame_parameters(head).window_size)

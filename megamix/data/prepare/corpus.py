@@ -6,7 +6,7 @@ import logging
 import os
 import sysconfig
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -140,16 +140,12 @@ def _raise(error: OSError) -> None:
     raise error
 
 
-def _hidden_files(root: Path) -> tuple[CorpusFile, ...]:
-    """Return the files of a folder that are not read because of their names, and links without a file behind."""
-    found = []
+def _hidden_files(root: Path) -> Iterator[CorpusFile]:
+    """Yield the files of a folder that are not read because of their names, and links without a file behind."""
     for path in sorted(root.rglob("*")):
-        name = path.relative_to(root).as_posix()
-        if f"/{name}".find("/.") >= 0 and path.is_file():
-            found.append(CorpusFile(str(path), name, "", passed_over="hidden"))
-        elif not path.exists():
-            found.append(CorpusFile(str(path), name, "", passed_over="linked to nothing"))
-    return tuple(found)
+        is_hidden = any(part.startswith(".") for part in path.relative_to(root).parts)
+        if not path.is_dir() and (is_hidden or not path.exists()):
+            yield CorpusFile(str(path), path.name, "", passed_over="hidden" if is_hidden else "linked to nothing")
 
 
 def _files(root: Path, names: Iterable[str]) -> tuple[CorpusFile, ...]:
@@ -184,24 +180,21 @@ def _readable(given: str, files: tuple[CorpusFile, ...]) -> tuple[CorpusFile, ..
         others.sort(key=lambda file: not is_named(file.path, _CSV))  # the message names these first
         which = "files beside Parquet or Arrow"
     else:
-        heads = {file: _head(file.path) for file in files if file.kind == "text" and not fault_of(file.path, "text")[0]}
-        for file in heads:
-            if is_named(file.path, _CSV):
-                raise ValueError(
-                    f"--input {given!r}: {file.path} holds comma-separated values, which are not read; save them as "
-                    "JSON Lines (pandas: read_csv(...).to_json('x.jsonl', orient='records', lines=True)) and name the "
-                    "column of the text by --text-key"
-                )
-        others = [file for file, head in heads.items() if _is_binary(head)]
+        texts = [file for file in files if file.kind == "text"]
+        if csv := next((file.path for file in texts if is_named(file.path, _CSV)), ""):
+            raise ValueError(
+                f"--input {given!r}: {csv} holds comma-separated values, which are not read; save them as JSON Lines "
+                "(pandas: read_csv(...).to_json('x.jsonl', orient='records', lines=True)) and name the column of the "
+                "text by --text-key"
+            )
+        contents = {file: _content(file.path) for file in texts}
+        others = [file for file in texts if contents[file] == "binary"]
         which = "files that are no text in UTF-8"
-        objects = [file for file, head in heads.items() if _is_object(head.partition(b"\n")[0])]
+        objects = [file for file in texts if contents[file] == "object"]
         kinds |= {file: "jsonl" for file in objects if is_named(file.path, _JL)}
         if plain := [file.name for file in objects if file not in kinds]:
-            log.warning(
-                "--input %r: files that begin with a JSON object are read as plain text, keys and braces included; "
-                "name them .jsonl to have their records read: %s",
-                given, first_few(plain),
-            )  # fmt: skip
+            told = "are read as plain text, keys and braces included; name them .jsonl to have their records read"
+            log.warning("--input %r: files that begin with a JSON object %s: %s", given, told, first_few(plain))
     if others:
         names = first_few([file.name for file in others])
         if len(others) == len(files):
@@ -221,16 +214,19 @@ def _head(path: str) -> bytes:
         return b""  # its reader will report the damage
 
 
-def _is_binary(head: bytes) -> bool:
-    """Return whether a file holds no text. One in UTF-16 holds text, which its reader will refuse."""
-    return (b"\0" in head and not head.startswith((b"\xff\xfe", b"\xfe\xff"))) or head.startswith(b"%PDF-")
-
-
-def _is_object(line: bytes) -> bool:
+def _content(path: str) -> str:
+    """Return what a text file holds by its first bytes: "text", "binary", or a JSON "object" in its first line. One in
+    UTF-16 is text, which its reader will refuse.
+    """
+    head = b"" if fault_of(path, "text")[0] else _head(path)
+    if head.startswith(b"%PDF-") or (b"\0" in head and not head.startswith((b"\xff\xfe", b"\xfe\xff"))):
+        return "binary"
+    line = head.partition(b"\n")[0]
     try:
-        return isinstance(json.loads(line), dict)
+        is_object = isinstance(json.loads(line), dict)
     except ValueError:
-        return len(line) == _HEAD and line.startswith(b'{"')  # the line is longer
+        is_object = len(line) == _HEAD and line.startswith(b'{"')  # the line is longer
+    return "object" if is_object else "text"
 
 
 def _path_files(given: str, split: str) -> tuple[CorpusFile, ...]:
@@ -248,7 +244,7 @@ def _path_files(given: str, split: str) -> tuple[CorpusFile, ...]:
         path = path / split
     if (path / "state.json").is_file() and (path / "dataset_info.json").is_file():
         return _files(path, _saved(path / "state.json", lambda state: [x["filename"] for x in state["_data_files"]]))
-    return _readable(given, folder_files(path)) + _hidden_files(path)
+    return (*_readable(given, folder_files(path)), *_hidden_files(path))
 
 
 def _saved(path: Path, names: Callable[[Any], list[str]]) -> list[str]:

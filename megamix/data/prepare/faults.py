@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from megamix.data.prepare.compressed import GZIP, GZIP_MAGIC, ZSTD, ZSTD_MAGIC, is_named, is_skippable
+from megamix.data.prepare.compressed import DAMAGE, open_plain
 from megamix.data.prepare.tables import table_fault
 from megamix.plugins import FILE_KINDS
 
@@ -24,11 +24,9 @@ def fault_of(path: str, kind: str) -> tuple[str, int]:
         return table_fault(path, kind), 0
     if path.lower().endswith(_UNREAD) and Path(path).stem.lower().endswith((*FILE_KINDS, ".txt")):
         return f"compressed as {Path(path).suffix}, which is not read; compress it by gzip or zstd", 0
-    named = "gzip" if is_named(path, GZIP) else "Zstandard" if is_named(path, ZSTD) else "nothing"
-    by = "gzip" if head.startswith(GZIP_MAGIC) else "nothing"
-    if head.startswith(ZSTD_MAGIC) or is_skippable(head):
-        by = "Zstandard"
-    is_text = kind == "text" and named == "nothing"  # whatever it is, no name promises more
-    if head and named != by and kind in ("text", "json", "jsonl") and not is_text:
-        return f"compressed by {by}, though its name says by {named}; give it the ending of what it is", 0
+    try:
+        with open_plain(path) as plain:
+            plain.read(1)
+    except DAMAGE as error:
+        return f"not compressed as its name says: {error}", 0
     return "", 0
