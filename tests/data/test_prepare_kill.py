@@ -111,12 +111,13 @@ def test_finished_pieces_are_used_by_the_same_request_and_by_no_other(source, wh
     (tmp_path / "source").symlink_to(source)  # the same files by another name are another request
     assert encoded_until_full(source, tmp_path / "other") == [*range(8)]
     assert encoded_until_full(tmp_path / "source", tmp_path / "other") == [*range(8)]
-    tokens = tmp_path / "out.partial" / "pieces" / "000003.0.npz"
-    tokens.write_bytes(bytes(tokens.stat().st_size))  # as after a power cut
+    pieces = tmp_path / "out.partial" / "pieces"
+    (pieces / "000003.0.npz").write_bytes(bytes((pieces / "000003.0.npz").stat().st_size))  # as after a power cut
+    (pieces / "000005.0.npz").write_bytes(b"")
     disk_full = False
     encoded.clear()
     prepare(source, tmp_path / "out", num_workers=1)
-    assert encoded[:3] == [3, 7, 8]
+    assert encoded[:4] == [3, 5, 7, 8]
     assert contents(tmp_path / "out") == whole[0]
 
 

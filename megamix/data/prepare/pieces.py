@@ -63,7 +63,7 @@ class EncodingJob:
             for _ in self.chunks(number, report):
                 pass
             return report
-        except (OSError, ValueError, TypeError, BadZipFile):
+        except (OSError, ValueError, TypeError, EOFError, BadZipFile):
             return None
 
 
