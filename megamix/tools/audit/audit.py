@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from megamix.comm.collectives import make_collectives
@@ -74,7 +74,8 @@ def make_note(facts: Mapping[nn.Parameter, ParamFacts], judged: Iterable[ParamFa
         where = next((one.name for param, one in facts.items() if param is first.held), other)
         not_finite = {"update": first.update, "kind": first.kind, "where": where}
     told = [asdict(one) for one in judged]
-    return {"facts": told, "loss_scale": watch.loss_scale, "sent": watch.sent, "not_finite": not_finite}
+    seen = {name: getattr(watch, name) for name in ("loss_scale", "sent", "divided", "first_number")}
+    return {"facts": told, "not_finite": not_finite, **seen}
 
 
 @contextmanager
@@ -106,7 +107,7 @@ def watched(model: nn.Module, facts: Mapping[nn.Parameter, ParamFacts], watch: W
         stack.enter_context(codes_told(facts))
         stack.enter_context(watch)
         yield
-    _settle_compute(facts.values(), watch, any(map(is_compiled, model.modules())))
+    _settle_compute(facts, watch, {param for one in model.modules() if is_compiled(one) for param in one.parameters()})
 
 
 def _follow(model: nn.Module, facts: Mapping[nn.Parameter, ParamFacts], watch: Watch) -> Iterator[RemovableHandle]:
@@ -115,25 +116,31 @@ def _follow(model: nn.Module, facts: Mapping[nn.Parameter, ParamFacts], watch: W
     for param in facts.keys() - {one.sharded_param for _, one in sharded}:
         watch.follow(facts[param], param)
     compiled = {inner for module in model.modules() if is_compiled(module) for inner in module.modules()}
-    if model not in compiled:
-        yield model.register_forward_pre_hook(lambda *_: setattr(watch, "inside_forward", torch.is_grad_enabled()))
-        yield model.register_forward_hook(lambda *_: setattr(watch, "inside_forward", False), always_call=True)
+    roots = {*model.children()} if isinstance(model, nn.ModuleDict) else {model}  # a ModuleDict has no forward
+    for root in roots - compiled:
+        yield root.register_forward_pre_hook(lambda *_: setattr(watch, "inside_forward", torch.is_grad_enabled()))
+        yield root.register_forward_hook(lambda *_: setattr(watch, "inside_forward", False), always_call=True)
     for module, one in sharded:
         if module not in compiled:
             yield module.register_forward_pre_hook(partial(watch.follow_gathered, facts[one.sharded_param], one))
 
 
-def _settle_compute(facts: Iterable[ParamFacts], watch: Watch, compiled: bool) -> None:
+def _settle_compute(facts: Mapping[nn.Parameter, ParamFacts], watch: Watch, compiled: Collection[Tensor]) -> None:
     """Note the dtypes that each parameter was computed with: those seen, else those that a policy declares.
 
-    A parameter with a gradient and no operation was in a compiled function.
+    `compiled`: the parameters of compiled modules.
     """
-    for one in facts:
+    for param, one in facts.items():
         if one.dtypes["compute"] == FP8:  # what its scales and codes are made in is no product
             continue
         if seen := watch.computed[one.name]:
             one.dtypes["compute"] = "/".join(sorted(map(dtype_name, seen)))
-        elif one.dtypes["compute"] == NOWHERE and (compiled or "gradient" in one.largest):
-            one.dtypes["compute"] = f"{UNKNOWN} the operations inside torch.compile are not observed"
+        elif one.dtypes["compute"] != NOWHERE:
+            continue
+        elif one.name in watch.moved:
+            one.dtypes["compute"] = f"{UNKNOWN} it is only moved, as by cat; what uses the copy is not observed"
+        elif param in compiled or "gradient" in one.largest:
+            where = "inside torch.compile" if param in compiled else "with it, as those of a compiled function,"
+            one.dtypes["compute"] = f"{UNKNOWN} the operations {where} are not observed"
             if one.trains:
-                one.dtypes["gradient"] = f"{UNKNOWN} the casts inside torch.compile are not observed"
+                one.dtypes["gradient"] = f"{UNKNOWN} the casts {where} are not observed"

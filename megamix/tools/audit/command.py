@@ -56,7 +56,7 @@ def _of_script(arguments: argparse.Namespace) -> Iterator[str]:
             "try another --updates", sys.stderr,
         )  # fmt: skip
     if seen.unseen:
-        say(f"megamix audit: {seen.unseen} tensor(s) that an optimizer moves are in no module: not judged", sys.stderr)
+        say(f"megamix audit: {seen.unseen} tensor(s) that optimizers move match no module: not judged", sys.stderr)
 
 
 def _page(arguments: argparse.Namespace, report: AuditReport, head: str) -> str:

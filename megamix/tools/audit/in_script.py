@@ -48,9 +48,12 @@ class ScriptAudit:
         self._watch: Watch | None = None
         self._not_finite: NotFinite | None = None  # before the watch began
         self._stack = ExitStack()
+        self._passes = weakref.WeakKeyDictionary[torch.optim.Optimizer, int]()  # backward passes before its last step
+        self._filled = weakref.WeakKeyDictionary[torch.optim.Optimizer, int]()  # its count after a step without a pass
+        self._first_number = 1
 
-    def after_update(self, optimizer: torch.optim.Optimizer, losses: Sequence[torch.Tensor]) -> None:
-        """Take note of an update. `losses`: of the last backward pass.
+    def after_update(self, optimizer: torch.optim.Optimizer, losses: Sequence[torch.Tensor], passes: int) -> None:
+        """Take note of an update. `losses`: of the last backward pass. `passes`: number of such passes so far.
 
         Raises: ValueError that says why the script cannot be audited.
         """
@@ -58,6 +61,10 @@ class ScriptAudit:
             return
         if torch._C._current_graph_task_id() != -1:
             raise ValueError("its optimizers step inside backward, where no watch can begin; step them after it")
+        if self._only_fills(optimizer, passes):
+            return
+        if (filled := self._filled.pop(optimizer, 0)) and _count(optimizer) == filled + 1:
+            self._first_number = max(self._first_number, filled + 1)
         if self._watch is None:
             self._not_finite = self._not_finite or first_not_finite(losses, optimizer, self._made + 1)
         else:
@@ -79,6 +86,16 @@ class ScriptAudit:
         else:
             self._stack.close()
             self._end(self._watch)
+
+    def _only_fills(self, optimizer: torch.optim.Optimizer, passes: int) -> bool:
+        """Return whether a step came without a backward pass, of zeros: it fills states, and moves their count."""
+        before, self._passes[optimizer] = self._passes.get(optimizer, 0), passes
+        grads = [param.grad for group in optimizer.param_groups for param in group["params"]]
+        if before < passes or any(bool(grad.any()) for grad in grads if grad is not None):
+            return False
+        self._filled[optimizer] = _count(optimizer)
+        optimizer.register_load_state_dict_post_hook(lambda loaded: self._filled.update({loaded: 0}))
+        return True
 
     def _leads(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether this is the optimizer that stepped first, or has taken its place."""
@@ -108,6 +125,7 @@ class ScriptAudit:
         held = {param for optimizer in self._stepped for group in optimizer.param_groups for param in group["params"]}
         unseen = len(held) - sum("held" in one.counts for one in judged)
         watch.first = self._not_finite or (watch.first and replace(watch.first, update=self._updates))
+        watch.first_number = self._first_number
         waiting = len(self._facts) - len(judged)
         note = make_note(self._facts, judged, watch)
         self._tell("facts", **note, world=world, unseen=unseen, waiting=waiting)
@@ -152,6 +170,11 @@ def trained_roots(optimizers: Sequence[torch.optim.Optimizer]) -> list[nn.Module
             roots.append(root)
             covered |= found
     return roots
+
+
+def _count(optimizer: torch.optim.Optimizer) -> int:
+    """Return the number of updates that an optimizer has counted; 0 if it counts none."""
+    return max((int(held.get("step", 0)) for held in (*optimizer.state.values(), *optimizer.param_groups)), default=0)
 
 
 def _living(kind: type[Kind]) -> Iterator[Kind]:

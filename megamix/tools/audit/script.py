@@ -46,17 +46,20 @@ def audit_script(command: Sequence[str], updates: int, *, quiet: bool = False) -
             "MEGAMIX_AUDIT_PATH": str(Path(__file__).parents[3]),
             "MEGAMIX_AUDIT_UPDATES": str(updates),
         }
-        # A session of its own, so that all its processes can be ended together.
-        child = subprocess.Popen(
-            command, env=os.environ | added, stdout=sys.stderr if quiet else None, start_new_session=True
-        )
-        others = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the child, too
+        asked = list[int]()  # SIGTERM is only noted, for it may come before the child is known
+        others = signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
         try:
-            notes = _wait(child, Path(folder), updates)
-            with suppress(subprocess.TimeoutExpired):
-                child.wait(LEAVE_S)
+            # A session of its own, so that all its processes can be ended together.
+            child = subprocess.Popen(
+                command, env=os.environ | added, stdout=sys.stderr if quiet else None, start_new_session=True
+            )
+            try:
+                notes = _wait(child, Path(folder), updates, asked)
+                with suppress(subprocess.TimeoutExpired):
+                    child.wait(LEAVE_S)
+            finally:
+                _end(child)
         finally:
-            _end(child)
             signal.signal(signal.SIGTERM, others)
     report = AuditReport()
     report.fill(notes, skipped=False)
@@ -64,9 +67,9 @@ def audit_script(command: Sequence[str], updates: int, *, quiet: bool = False) -
     return ScriptReport(report, len(notes), unseen, waiting)
 
 
-def _wait(child: subprocess.Popen[bytes], folder: Path, updates: int) -> list[Note]:
+def _wait(child: subprocess.Popen[bytes], folder: Path, updates: int, asked: Sequence[int]) -> list[Note]:
     """Return the notes of all ranks. Raises: ValueError if they do not come, or one is a refusal."""
-    while True:
+    while not asked:
         status = child.poll()  # before the notes are read: a process writes its own before it ends
         if refusals := _notes(folder, "refusal"):
             raise ValueError(f"the script cannot be audited: {refusals[0]['text']}")
@@ -79,6 +82,7 @@ def _wait(child: subprocess.Popen[bytes], folder: Path, updates: int) -> list[No
         if status is not None:
             raise ValueError(_why_not(_notes(folder, "end"), status, updates))
         time.sleep(POLL_S)
+    sys.exit(128 + asked[0])
 
 
 def _notes(folder: Path, kind: str) -> list[Note]:

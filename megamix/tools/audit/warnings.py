@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import tomllib
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megamix.tools.audit.facts import ALL, DTYPES, FP8, HALVES, NOWHERE, ParamFacts
+from megamix.tools.audit.facts import ALL, DTYPES, FP8, HALVES, NOWHERE, UNKNOWN, ParamFacts
 from megamix.tools.audit.finite import KINDS
 
 _TEXTS: dict[str, Any] = tomllib.loads(Path(__file__).with_name("warnings.toml").read_text())
@@ -60,6 +60,8 @@ def warnings_of(
     trained = [facts[name] for row in rows for name in row.parameters]
     held = [one for one in trained if one.counts.get("held")]
     found = [*_not_finite(notes), *_odd_ones(held)]
+    if (number := max(note["first_number"] for note in notes)) > 1:
+        found.append(_warning("counted before", "the optimizer", number=number))
     if skipped:
         return [*found, _warning("skipped", "all parameters")]
     broken: dict[str, list[tuple[float, ParamFacts]]] = {rule: [] for rule in _TEXTS}
@@ -75,13 +77,34 @@ def warnings_of(
     silent = [one.name for one in held if not one.largest.get("gradient")]
     # Ranks that send one another something may each hold a part of the model.
     sent = any(note["sent"] for note in notes)
-    alone = [] if sent else [one.name for one in held if len(one.weight_sums.get(ALL, [])) > 1]
+    apart = [one for one in held if len(one.weight_sums.get(ALL, [])) > 1]
+    alone = [] if sent else [one.name for one in apart]
+    own = [one.name for one in apart if sent and len(apart) < len(held) and not _may_be_part(one, notes)]
     unequal = [one.name for one in held if any(len(sums) > 1 for of, sums in one.weight_sums.items() if of != ALL)]
-    named = {"not held": free, "no gradient": silent, "ranks alone": alone, "replicas apart": unequal}
+    named = {"not held": free, "no gradient": silent, "ranks alone": alone, "own": own, "replicas apart": unequal}
     for rule, names in named.items():
-        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-        found += [_warning(rule, ", ".join(names[:4]) + more, ranks=ranks)] if names else []
+        found += [_warning(rule, _few(names), ranks=ranks)] if names else []
     return sorted(found, key=lambda one: not one.harms)
+
+
+def _may_be_part(one: ParamFacts, notes: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether ranks may each hold a part of this parameter's layer, for which activations travel."""
+    return one.dtypes["compute"][0] == UNKNOWN or any(note["divided"] for note in notes)
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def parts_told(facts: Iterable[ParamFacts], notes: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield a line on the parameters that differ between ranks, where nobody can say whether they should."""
+    apart = [one for one in facts if one.trains and len(one.weight_sums.get(ALL, [])) > 1]
+    names = [one.name for one in apart if _may_be_part(one, notes)]
+    if names and any(note["sent"] for note in notes):
+        yield (
+            f"{_few(names)}: differs between the {len(notes)} ranks, which is right if each rank holds "
+            "a part of the model, as of its experts, and wrong if all hold the same"
+        )
 
 
 def _not_finite(notes: Sequence[Mapping[str, Any]]) -> Iterator[AuditWarning]:

@@ -27,6 +27,8 @@ _NOT_COMPUTED = {
     "detach", "alias", "empty_like", "zeros_like", "ones_like", "full_like", "new_zeros", "new_empty", "copy_", "set_",
     "resize_", "_foreach_copy_", "record_stream", "split_with_sizes_copy", "cat", "isfinite", "equal",
 }  # fmt: skip
+_MOVED = {"cat", "copy_"}
+_OF_PARTS = "all_to_all", "alltoall", "send", "recv"  # traffic that averages no gradient
 _TRAFFIC = {"c10d", "_c10d_functional", "fsdp"}
 _FEW = 16  # numbers that ranks may send for a log or a norm
 _UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
@@ -52,6 +54,9 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no
         self.losses: list[Tensor] = []  # those of the last backward pass
         self.first: NotFinite | None = None
         self.sent = False  # whether ranks sent more than a few numbers
+        self.divided = False  # whether they sent activations, so that each may hold a part of the model
+        self.moved: set[str] = set()  # parameters that were copied into another tensor in forward
+        self.first_number = 1  # number that the optimizer's count gave its first update
         self.inside_forward = False  # forward of the whole model
         self.handles: list[RemovableHandle] = []
         self._followed: set[Tensor] = set()
@@ -104,6 +109,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no
         elif room in _TRAFFIC:
             sent = {one.dtype for one in tensors_in(args[:1]) if one.numel() > _FEW}
             self.sent |= bool(sent)
+            self.divided |= bool(sent) and (name.startswith(_OF_PARTS) or ("reduce" in name and self.inside_forward))
             if ("reduce" in name or "to_all" in name or "toall" in name) and not self.inside_forward:
                 self.reduced.update(dtype for dtype in sent if dtype.is_floating_point)
         elif name in _COPIES and torch._C._current_graph_task_id() != -1:  # in backward
@@ -116,6 +122,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no
                     self._place(param, local(out))
                 elif param is not None:
                     self.computed[param].add(tensor.dtype)
+        elif self.inside_forward and name in _MOVED:
+            self.moved.update(filter(None, map(self._name_of, map(local, tensors_in(args)))))
         return out
 
     def _name_of(self, tensor: Tensor) -> str | None:

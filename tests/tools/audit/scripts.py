@@ -10,7 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.nn.functional import all_reduce, all_to_all_single
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -311,6 +313,70 @@ def last_synced(called=lambda wrapper: wrapper, around_last=nullcontext):
             with around(wrapper):
                 loss_of(called(wrapper), 2 * step + dist.get_rank()).backward()
         optimizer.step()
+
+
+def forgotten_head():
+    """Train by DDP, which is told to ignore a bias, and a head beside it that nobody wrapped."""
+    dist.init_process_group("gloo")
+    body, head = model(), nn.Linear(NUM_TOKENS, NUM_TOKENS)
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(body, ["1.bias"])
+    wrapper = DistributedDataParallel(body)
+    optimizer = torch.optim.SGD([*wrapper.parameters(), *head.parameters()], lr=0.1)
+    for step in count():
+        optimizer.zero_grad()
+        loss_of(nn.Sequential(wrapper, head), 2 * step + dist.get_rank()).backward()
+        optimizer.step()
+
+
+class Divided(nn.Module):
+    """A layer of which each rank holds a part: half of its features, or every second expert."""
+
+    def __init__(self, send):
+        super().__init__()
+        self.send, self.part = send, nn.Linear(16, 16, bias=False)
+        with torch.no_grad():
+            self.part.weight.mul_(1 + dist.get_rank())
+
+    def forward(self, x):
+        return self.send(self.part(x))
+
+
+def divided(send):
+    """Train by DDP a model of which each rank holds a part, whose activations `send` exchanges."""
+    dist.init_process_group("gloo")
+    torch.manual_seed(1)
+    body = nn.Sequential(nn.Embedding(NUM_TOKENS, 16), Divided(send), nn.Linear(16, NUM_TOKENS))
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(body, ["1.part.weight"])
+    wrapper = DistributedDataParallel(body)
+    train(wrapper, sgd(wrapper), lambda module, step: loss_of(module, 2 * step + dist.get_rank()))
+
+
+def tensor_parallel():
+    """Sum the parts' outputs."""
+    divided(all_reduce)
+
+
+def expert_parallel():
+    """Let each rank compute for tokens of both."""
+    divided(lambda x: all_to_all_single(torch.empty_like(x), x))
+
+
+def begun_by_dcp(loaded=0):
+    """Ask for the optimizer's state before its first update, as DCP does, which makes a step to fill it."""
+    module = model()
+    optimizer = adamw(module)
+    get_optimizer_state_dict(module, optimizer)
+    if loaded:
+        old = optimizer.state_dict()
+        for state in old["state"].values():
+            state["step"].fill_(loaded)
+        optimizer.load_state_dict(old)
+    train(module, optimizer)
+
+
+def resumed_by_dcp():
+    """Load the state of other updates after that."""
+    begun_by_dcp(loaded=1000)
 
 
 def loose_tensor():

@@ -436,3 +436,33 @@ def test_compiled_code_runs_compiled_and_its_cells_say_so():
     assert "compute ? the operations inside torch.compile are not observed (6 row(s))" in str(report)
     assert "gradient ? the casts inside torch.compile are not observed (6 row(s))" in str(report)
     assert not report.harms
+
+
+class _WithToken(nn.Module):
+    """A model with a token in front, as vision transformers have it."""
+
+    def __init__(self):
+        super().__init__()
+        self.token, self.head = nn.Parameter(torch.ones(1, 1, 8)), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.head(torch.cat([self.token.expand(len(x), -1, -1), x], 1))
+
+
+def test_of_a_parameter_that_is_only_moved_no_cause_is_told_that_nobody_saw():
+    model = _WithToken()
+    optimizer = adamw(model)
+    with megamix.audit(model, optimizer) as report:
+        model(torch.randn(2, 3, 8)).square().mean().backward()
+        optimizer.step()
+    assert dtypes(report, "token").startswith("fp32 ? it is only moved")
+    assert dtypes(report, "token").endswith("the copy is not observed fp32 - fp32 fp32 fp32 fp32")
+    assert "torch.compile" not in str(report)
+    assert report.warnings == []
+
+
+def test_of_a_step_that_moves_nothing_the_last_line_says_so():
+    for loop in (scaled(init_scale=2.0**30), Loop(model := new_model(), adamw(model, lr=0.0))):
+        report = loop.audited(0)
+        assert not report.harms
+        assert str(report).splitlines()[-1].startswith("not judged: ")

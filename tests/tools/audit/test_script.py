@@ -3,6 +3,8 @@ ends the script; if it cannot watch, it says why. It names the first number that
 apart.
 """
 
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -69,6 +71,28 @@ def test_ranks_that_train_apart_are_told(name, wrong, wire):
     assert [(one.where, wrong in one.what) for one in harms] == [("0.weight, 1.weight, 1.bias", True)] * bool(wrong)
     assert seen.ranks == 2
     assert {row.dtypes["wire"][0] for row in seen.report.rows} == {wire}
+
+
+def test_what_no_rank_averages_is_wrong_beside_what_is_equal():
+    (wrong,) = audit_forked("forgotten_head", 2, ranks=2).report.warnings
+    names = {"DistributedDataParallel.1.bias", "Linear.weight", "Linear.bias"}
+    assert (wrong.harms, {*wrong.where.split(", ")}) == (True, names)
+    assert "differs between the 2 ranks, while others are equal" in wrong.what
+
+
+@pytest.mark.parametrize("name", ["tensor_parallel", "expert_parallel"])
+def test_parts_of_a_model_that_ranks_divide_are_not_accused(name):
+    report = audit_forked(name, 2, ranks=2).report
+    assert report.warnings == []
+    (told,) = report.not_judged
+    assert told.startswith("1.part.weight: differs between the 2 ranks")
+
+
+def test_a_step_without_a_backward_moves_the_count_of_updates_unless_a_state_is_loaded_after_it():
+    (wrong,) = audit_forked("begun_by_dcp", 3).report.warnings
+    assert (wrong.harms, wrong.where) == (True, "the optimizer")
+    assert "its first update had number 2" in wrong.what
+    assert audit_forked("resumed_by_dcp", 3).report.warnings == []
 
 
 def test_an_attempt_that_overflows_is_watched_anew_on_all_ranks():
@@ -170,6 +194,25 @@ def test_a_script_ends_with_its_audit():
     audit.terminate()
     assert audit.communicate(timeout=60)[0] == ""  # both have closed it
     assert audit.returncode == 143
+
+
+class _AskedAtOnce(subprocess.Popen):
+    """A script whose audit is asked to end before it knows of it."""
+
+    def __init__(self, *args, **settings):
+        super().__init__(*args, **settings)
+        _AskedAtOnce.last = self
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_so_it_does_if_it_is_asked_to_end_as_the_script_starts():
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit("too early"))
+    try:
+        with mock.patch.object(subprocess, "Popen", _AskedAtOnce), pytest.raises(SystemExit, match="143"):
+            audit_script([sys.executable, "-c", "import time; time.sleep(60)"], 3)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert _AskedAtOnce.last.poll() is not None
 
 
 @pytest.mark.parametrize(
