@@ -41,6 +41,7 @@ def result_lines(name: str, where: str, verdict: Verdict, bisect: bool = False) 
         yield f"  and {len(more)} more: {', '.join([*more][:8])}" if more else "  and nothing else"
     for (what, told), names in verdict.left.items():
         yield f"  {what} of {len(names)} tensor(s): {told}"
+    yield from (f"  not judged: {told}" for told, missed in verdict.missed.items() if missed)
     if verdict.culprit:
         yield Failed(f"  first module: {verdict.culprit}")
     elif bisect and verdict.differences:

@@ -58,6 +58,7 @@ class RightUpdate:
         Shapes: each of `after` as in `before`.
         """
         grad = self.grad
+        verdict.needs("the update: lr was 0 in every step; verify longer, or another schedule", self.lr != 0)
         for state, new in self.updated(grad).items():
             error = (after[state].double() - new).abs()
             enters = max_abs(grad)

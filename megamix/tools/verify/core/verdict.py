@@ -55,6 +55,7 @@ class Verdict:
     left: dict[tuple[str, str], set[str]] = field(default_factory=dict)  # (kind of tensor, message) -> names of tensors
     tokens: int = 0  # routed by a layer's router, over all layers and steps
     elsewhere: int = 0  # of these: tokens that FP64 would have routed otherwise
+    missed: dict[str, bool] = field(default_factory=dict)  # by what no step has shown so far: whether that still holds
     culprit: str = ""  # first module that is wrong, if modules are recorded
 
     def note(self, check: str, where: str, error: float, bound: float, explain: Explanation = "") -> None:
@@ -93,6 +94,16 @@ class Verdict:
         text = "a model or a loss that is not the same in FP64, or rounding too coarse to judge by: even one process, "
         text += "without ranks, is this far from FP64"
         self.note("noise", name, noises[name], noisiest * largest, text)
+
+    def needs(self, told: str, shown: bool) -> None:
+        """Note whether a step has shown what a check needs: one that no step gave anything to judge has passed, too."""
+        self.missed[told] = self.missed.get(told, True) and not shown
+
+    def coefficient(self, clip: float, norm: float) -> float:
+        """Return the factor of a gradient of this norm that is clipped to `clip`, 0 for none."""
+        told = f"clipping: no gradient was longer than clip_grad {clip:g}; verify with a smaller one"
+        self.needs(told, not clip or norm > clip)
+        return min(1.0, clip / (norm + 1e-6)) if clip else 1.0
 
     def leave(self, what: str, name: str, told: str) -> None:
         """Add a message on a tensor that is no difference, such as why it cannot be compared."""

@@ -145,6 +145,8 @@ class _Judge:
         exact = right.exact
         scale = after.loss_scale * self.ranks * max(right.flat[1])  # factor by which a rank multiplies its largest loss
         native = right.native(scale)
+        if after.loss_scale != 1.0:
+            verdict.needs("skipping: no step overflowed; begin at a larger loss scale", not any(after.updates))
         if not any(after.updates):
             verdict.skipped += 1
             self._skipped(before, after, native)
@@ -166,7 +168,7 @@ class _Judge:
             hint = (lambda: "a wrong backward or reduction: the loss is right") if is_right else kind
             slack = 2 * noise + 64 * U32  # relative: norms differ by no more than the norm of the difference
             clip = self.trainer.clip_grad
-            right = replace(right, coefficient=min(1.0, clip / (norm + 1e-6)) if clip else 1.0)
+            right = replace(right, coefficient=verdict.coefficient(clip, norm))
             unseen = self._gradients(right, after, native, noise, slack, hint)
             verdict.note("loss", "the global batch", off, bound, kind)
             if "grad_norm" in after.told:

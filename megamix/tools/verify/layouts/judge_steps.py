@@ -303,7 +303,7 @@ class _Judged:
     def update(self) -> None:
         """Check masters and states by the optimizer's equation, from the gathered gradient and the values before."""
         clip = self.config.optimizer.clip_grad
-        coefficient = min(1.0, clip / (norm_of(self.grads) + 1e-6)) if clip else 1.0
+        coefficient = self.verdict.coefficient(clip, norm_of(self.grads))
         count = int(self.of["applied_updates"])
         lr = number_at(tuple(lr_table(self.config)), count)
         told = f"{self.of['lr']:.4g}, where the schedule has {lr:.4g} for update {count}"

@@ -82,6 +82,21 @@ def test_states_of_any_shape_are_compared_and_what_is_not_is_told(name, first, l
     assert bool(lines) == bool(left)
 
 
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("NeverClipped", ["skipping: no step overflowed", "clipping: no gradient was longer than clip_grad 100"]),
+        ("AtRateZero", ["the update: lr was 0 in every step"]),
+        ("Factored", []),
+    ],
+)
+def test_what_no_step_shows_is_not_judged(name, told):
+    verdict = _alone(name)
+    lines = [str(line) for line in result_lines("1", "cpu", verdict) if "not judged" in line]
+    assert verdict.differences == []
+    assert [line.partition(";")[0] for line in lines] == [f"  not judged: {each}" for each in told]
+
+
 def test_an_eps_that_is_not_given_is_that_of_the_dtype_which_is_trained():
     weight = torch.ones(4, 4)
     param = torch.nn.Parameter(weight.clone())

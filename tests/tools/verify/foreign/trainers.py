@@ -93,6 +93,25 @@ class AddedUp(Ddp):
         return None
 
 
+class NeverClipped(ByHand):
+    """It clips behind the update, to a norm that no gradient has, and its loss scale never overflows."""
+
+    clip_grad, start = 100.0, 2.0
+
+    def clip(self):
+        self.scaler.unscale_(self.optim)
+
+    def update(self):
+        super().update()
+        nn.utils.clip_grad_norm_(self.module.parameters(), self.clip_grad)
+
+
+class AtRateZero(ByHand):
+    """Its learning rate is zero."""
+
+    lr = 0.0
+
+
 class OtherNames(ByHand):
     """Wrapper whose names nobody knows."""
 
