@@ -14,6 +14,7 @@ from megamix.run.least_memory import memory_problem
 from megamix.starter import take_place
 from megamix.supervise.console import say_on_first_rank, say_phase
 from megamix.tools.plan.limits import bytes_of
+from megamix.train.compiler import compiler_problem, load_compiler
 
 if TYPE_CHECKING:
     from megamix.mixed_precision.engine import ShardedEngine
@@ -46,9 +47,9 @@ def run_train(arguments: argparse.Namespace) -> None:
         say_phase("loading torch")
         from megamix.train.job import run_job
 
+        if (no_compiler := compiler_problem(config)) and not has_gpu():
+            raise ConfigError([no_compiler], "job")
         if config.optimizer.compile:
-            from megamix.train.compiler import load_compiler
-
             load_compiler(config)
     if not has_gpu():
         keep_freed_memory()
@@ -89,7 +90,7 @@ def outlook_of(arguments: argparse.Namespace, config: Config, tell: Callable[[st
     told = check(config, tell)
     if arguments.check:
         _set_torch_environment(config)
-        for problem in filter(None, (memory_problem(config), disk_problem(config))):
+        for problem in filter(None, (memory_problem(config), disk_problem(config), compiler_problem(config))):
             tell(f"note: {problem}")  # the job may run on another machine than the check
     told = f"{told}; {outlook(config)}"
     if arguments.check:

@@ -2,8 +2,24 @@
 cache.
 """
 
+import os
+import shutil
+import sys
+
 from megamix.config import Config
 from megamix.supervise.console import say_phase
+
+
+def compiler_problem(config: Config) -> str:
+    """Return a line if the model is to be compiled and there is no compiler, as a CPU needs it; an empty text if not.
+
+    Without one, the update falls back to torch's own kernels.
+    """
+    name = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")  # the one that torch starts
+    if not config.model.compile or shutil.which(name):
+        return ""
+    fix = "install it, name another one by CXX, or write compile = false"
+    return f"model.compile: is true, but there is no C++ compiler {name}; {fix}"
 
 
 def load_compiler(config: Config) -> None:
