@@ -74,16 +74,17 @@ class RankPool:
     their settings only when a program starts. Without it they are forks of a process that has torch loaded, with one
     thread each.
     name: name of the pool in messages about a failure.
+    stacks: whether ranks that do not answer by the deadline write their stacks to stderr.
     """
 
     def __init__(
         self, world_size: int, *, on_gpus: bool = False, share_card: bool = False,
         actor: Callable[[], object] | None = None, environment: Mapping[str, str] | None = None, name: str = "",
-        deadline_s: float = DEADLINE_S,
+        deadline_s: float = DEADLINE_S, stacks: bool = True,
     ):  # fmt: skip
         self.world_size, self.on_gpus, self._share_card = world_size, on_gpus, share_card
         self._actor, self._environment, self._deadline_s = actor, environment, deadline_s
-        self._who = f"{name}: rank" if name else "rank"
+        self._who, self._stacks = f"{name}: rank" if name else "rank", stacks
         self._pipes: list[Connection] = []
         self._processes: list[BaseProcess] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None  # folder in which the ranks meet
@@ -159,8 +160,9 @@ class RankPool:
             ready = wait([self._pipes[rank] for rank in silent], timeout=max(0.0, end_s - time.monotonic()))
             if not ready:
                 kind_of_failure = RankFailure if failures else LateRanks
-                failures |= dict.fromkeys(silent, "did not answer in time (its stack is on stderr)")
-                self._show_stacks(silent)
+                more = " (its stack is on stderr)" if self._stacks else ""
+                failures |= dict.fromkeys(silent, f"did not answer in time{more}")
+                self._show_stacks(silent if self._stacks else [])
             for rank in [rank for rank in silent if self._pipes[rank] in ready]:
                 try:
                     kind, value, other_groups = pickle.loads(self._pipes[rank].recv_bytes())

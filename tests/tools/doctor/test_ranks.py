@@ -15,7 +15,7 @@ from megamix.comm.collectives import GlooCollectives, Pending
 from megamix.config import ModelConfig
 from megamix.tools.bench.sides import Work, fitted
 from megamix.tools.doctor import measured, ranks
-from megamix.tools.doctor.finding import expected
+from megamix.tools.doctor.finding import expected, run_check
 from tests.tools.doctor.test_machine import with_cards
 
 H100 = "NVIDIA H100 80GB HBM3"
@@ -51,6 +51,14 @@ def test_ranks_measure_sums_wires_links_and_steps_and_name_a_wrong_gather_of_one
         assert {*rates} == {"ours", "fsdp2", "plain"}
         assert len(links) == 1
         assert min([*wires.values(), *dict(links).values(), *rates.values()]) > 0
+
+
+def test_a_check_whose_ranks_are_late_is_one_line(capfd):
+    with ExitStack() as stack:
+        measure, _ = measured.checks({"cards": []}, stack)["collectives"]
+        (late,) = run_check("collectives", lambda: measure(0.0), 60.0)
+    assert "rank 1: did not answer in time" in "".join(late.lines())
+    assert "Thread" not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5])
@@ -135,7 +143,7 @@ def _call(function, *args, deadline_s):
 def test_all_cards_of_a_machine_are_measured(monkeypatch):
     pool = mock.MagicMock(call=_call)
     pool.__enter__.return_value = pool
-    monkeypatch.setattr(measured, "RankPool", lambda size, *, on_gpus: pool)
+    monkeypatch.setattr(measured, "RankPool", lambda size, *, on_gpus, stacks: pool)
     with ExitStack() as stack:
         examined = measured.checks({"cards": [H100] * 8}, stack).items()
         findings = {one.check: one for _, (check, limit_s) in examined if check for one in check(limit_s)}
