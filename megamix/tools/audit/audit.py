@@ -135,11 +135,9 @@ def _settle_compute(facts: Mapping[nn.Parameter, ParamFacts], watch: Watch, comp
             continue
         if seen := watch.computed[one.name]:
             one.dtypes["compute"] = "/".join(sorted(map(dtype_name, seen)))
-        elif one.dtypes["compute"] != NOWHERE:
-            continue
-        elif one.name in watch.moved:
+        elif one.dtypes["compute"] == NOWHERE and one.name in watch.moved:
             one.dtypes["compute"] = f"{UNKNOWN} it is only moved, as by cat; what uses the copy is not observed"
-        elif param in compiled or "gradient" in one.largest:
+        elif one.dtypes["compute"] == NOWHERE and (param in compiled or "gradient" in one.largest):
             where = "inside torch.compile" if param in compiled else "with it, as those of a compiled function,"
             one.dtypes["compute"] = f"{UNKNOWN} the operations {where} are not observed"
             if one.trains:

@@ -42,18 +42,16 @@ class ScriptAudit:
         self._updates, self._folder, self._tell = updates, Path(folder), tell
         self._leader: weakref.ref[torch.optim.Optimizer] | None = None
         self._first: torch.Tensor | None = None  # parameter of the leader
-        self._made = self._again = 0
+        self._made, self._again, self._first_number = 0, 0, 1
         self._optimizers: list[torch.optim.Optimizer] = []
         self._stepped: list[torch.optim.Optimizer] = []  # since the watch began
         self._watch: Watch | None = None
         self._not_finite: NotFinite | None = None  # before the watch began
         self._stack = ExitStack()
-        self._passes = weakref.WeakKeyDictionary[torch.optim.Optimizer, int]()  # backward passes before its last step
-        self._filled = weakref.WeakKeyDictionary[torch.optim.Optimizer, int]()  # its count after a step without a pass
-        self._first_number = 1
+        self._filled = weakref.WeakKeyDictionary[torch.optim.Optimizer, int]()  # its count after a step of zeros
 
-    def after_update(self, optimizer: torch.optim.Optimizer, losses: Sequence[torch.Tensor], passes: int) -> None:
-        """Take note of an update. `losses`: of the last backward pass. `passes`: number of such passes so far.
+    def after_update(self, optimizer: torch.optim.Optimizer, losses: Sequence[torch.Tensor]) -> None:
+        """Take note of an update. `losses`: of the last backward pass.
 
         Raises: ValueError that says why the script cannot be audited.
         """
@@ -61,7 +59,7 @@ class ScriptAudit:
             return
         if torch._C._current_graph_task_id() != -1:
             raise ValueError("its optimizers step inside backward, where no watch can begin; step them after it")
-        if self._only_fills(optimizer, passes):
+        if not losses and self._only_fills(optimizer):
             return
         if (filled := self._filled.pop(optimizer, 0)) and _count(optimizer) == filled + 1:
             self._first_number = max(self._first_number, filled + 1)
@@ -87,11 +85,10 @@ class ScriptAudit:
             self._stack.close()
             self._end(self._watch)
 
-    def _only_fills(self, optimizer: torch.optim.Optimizer, passes: int) -> bool:
-        """Return whether a step came without a backward pass, of zeros: it fills states, and moves their count."""
-        before, self._passes[optimizer] = self._passes.get(optimizer, 0), passes
+    def _only_fills(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether a step before any backward pass was of zeros: it fills states, and moves their count."""
         grads = [param.grad for group in optimizer.param_groups for param in group["params"]]
-        if before < passes or any(bool(grad.any()) for grad in grads if grad is not None):
+        if any(bool(grad.any()) for grad in grads if grad is not None):
             return False
         self._filled[optimizer] = _count(optimizer)
         optimizer.register_load_state_dict_post_hook(lambda loaded: self._filled.update({loaded: 0}))

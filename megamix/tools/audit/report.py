@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from megamix.tools.audit.facts import COLUMNS, NOWHERE, UNKNOWN, ParamFacts, join_facts
-from megamix.tools.audit.warnings import AuditWarning, parts_told, warnings_of
+from megamix.tools.audit.warnings import AuditWarning, warnings_of
 
 WIDTH = 120
 _NUMBERS = ("lost", "zeroed", "zeroed_is_exact", "headroom", "update_to_weight", "lr", "at_largest", "at_zero")
@@ -63,7 +63,6 @@ class AuditReport:
     rows: list[ParamFacts] = field(default_factory=list)
     warnings: list[AuditWarning] = field(default_factory=list)
     loss_scale: float | None = None
-    not_judged: list[str] = field(default_factory=list)
 
     @property
     def harms(self) -> bool:
@@ -80,9 +79,6 @@ class AuditReport:
         facts, loss_scale = join_facts(note["facts"] for note in notes), notes[0]["loss_scale"]
         self.rows, self.loss_scale = make_rows(facts.values()), None if loss_scale == 1 else loss_scale
         self.warnings = warnings_of(facts, self.rows, notes, self.loss_scale is not None, skipped)
-        self.not_judged = [*parts_told(facts.values(), notes)]
-        if all(row.lost is None for row in self.rows):
-            self.not_judged.append("what is lost: no weight was due to move, as the step was skipped or lr is 0")
 
     def lines(self) -> Iterator[str]:
         """Yield the page, at most 120 characters wide but for names and warnings."""
@@ -105,9 +101,10 @@ class AuditReport:
         yield from (f"{name} {why} ({number} row(s))" for (name, why), number in unknown.items())
         yield from (f"{'WRONG' if one.harms else 'look'}: {one}" for one in self.warnings)
         wrong = sum(one.harms for one in self.warnings)
-        yield from (f"not judged: {one}" for one in self.not_judged)
-        if wrong or any(row.lost is not None for row in self.rows):
-            yield f"{wrong} WRONG: see above" if wrong else "no number is lost that should be kept"
+        right = "no number is lost that should be kept"
+        if all(row.lost is None for row in self.rows):
+            right = "not judged: no weight was due to move, as the step was skipped or lr is 0"
+        yield f"{wrong} WRONG: see above" if wrong else right
 
     def __str__(self) -> str:
         return "\n".join(self.lines())
@@ -116,5 +113,4 @@ class AuditReport:
         """Return rows and warnings, every share and dtype in full."""
         rows = [{name: getattr(row, name) for name in _TOLD} for row in self.rows]
         warnings = [asdict(one) for one in self.warnings]
-        told = {"loss_scale": self.loss_scale, "rows": rows, "warnings": warnings, "not_judged": self.not_judged}
-        return json.dumps(told, indent=1)
+        return json.dumps({"loss_scale": self.loss_scale, "rows": rows, "warnings": warnings}, indent=1)

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -38,7 +38,7 @@ def audit_script(command: Sequence[str], updates: int, *, quiet: bool = False) -
     The command is ended after that update. `quiet`: its output goes to stderr. Raises: OSError if it does not start;
     ValueError that says why nothing was seen.
     """
-    with TemporaryDirectory(prefix="megamix-audit-") as folder:
+    with TemporaryDirectory(prefix="megamix-audit-") as folder, ExitStack() as stack:
         paths = [str(_START), *filter(None, [os.environ.get("PYTHONPATH")])]
         added = {
             "PYTHONPATH": os.pathsep.join(paths),
@@ -48,19 +48,15 @@ def audit_script(command: Sequence[str], updates: int, *, quiet: bool = False) -
         }
         asked = list[int]()  # SIGTERM is only noted, for it may come before the child is known
         others = signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
-        try:
-            # A session of its own, so that all its processes can be ended together.
-            child = subprocess.Popen(
-                command, env=os.environ | added, stdout=sys.stderr if quiet else None, start_new_session=True
-            )
-            try:
-                notes = _wait(child, Path(folder), updates, asked)
-                with suppress(subprocess.TimeoutExpired):
-                    child.wait(LEAVE_S)
-            finally:
-                _end(child)
-        finally:
-            signal.signal(signal.SIGTERM, others)
+        stack.callback(signal.signal, signal.SIGTERM, others)
+        # A session of its own, so that all its processes can be ended together.
+        child = subprocess.Popen(
+            command, env=os.environ | added, stdout=sys.stderr if quiet else None, start_new_session=True
+        )
+        stack.callback(_end, child)
+        notes = _wait(child, Path(folder), updates, asked)
+        with suppress(subprocess.TimeoutExpired):
+            child.wait(LEAVE_S)
     report = AuditReport()
     report.fill(notes, skipped=False)
     unseen, waiting = (max(note[kind] for note in notes) for kind in ("unseen", "waiting"))

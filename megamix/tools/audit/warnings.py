@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,33 +78,16 @@ def warnings_of(
     # Ranks that send one another something may each hold a part of the model.
     sent = any(note["sent"] for note in notes)
     apart = [one for one in held if len(one.weight_sums.get(ALL, [])) > 1]
-    alone = [] if sent else [one.name for one in apart]
-    own = [one.name for one in apart if sent and len(apart) < len(held) and not _may_be_part(one, notes)]
+    alone, parts, own = ([] if sent else [one.name for one in apart]), list[str](), list[str]()
+    for one in apart if sent and len(apart) < len(held) else []:
+        of_part = one.dtypes["compute"][0] == UNKNOWN or any(note["divided"] for note in notes)
+        (parts if of_part else own).append(one.name)
     unequal = [one.name for one in held if any(len(sums) > 1 for of, sums in one.weight_sums.items() if of != ALL)]
-    named = {"not held": free, "no gradient": silent, "ranks alone": alone, "own": own, "replicas apart": unequal}
-    for rule, names in named.items():
-        found += [_warning(rule, _few(names), ranks=ranks)] if names else []
+    named = {"not held": free, "no gradient": silent, "ranks alone": alone, "replicas apart": unequal}
+    for rule, names in (named | {"own": own, "parts": parts}).items():
+        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+        found += [_warning(rule, ", ".join(names[:4]) + more, ranks=ranks)] if names else []
     return sorted(found, key=lambda one: not one.harms)
-
-
-def _may_be_part(one: ParamFacts, notes: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether ranks may each hold a part of this parameter's layer, for which activations travel."""
-    return one.dtypes["compute"][0] == UNKNOWN or any(note["divided"] for note in notes)
-
-
-def _few(names: Sequence[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-
-
-def parts_told(facts: Iterable[ParamFacts], notes: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield a line on the parameters that differ between ranks, where nobody can say whether they should."""
-    apart = [one for one in facts if one.trains and len(one.weight_sums.get(ALL, [])) > 1]
-    names = [one.name for one in apart if _may_be_part(one, notes)]
-    if names and any(note["sent"] for note in notes):
-        yield (
-            f"{_few(names)}: differs between the {len(notes)} ranks, which is right if each rank holds "
-            "a part of the model, as of its experts, and wrong if all hold the same"
-        )
 
 
 def _not_finite(notes: Sequence[Mapping[str, Any]]) -> Iterator[AuditWarning]:

@@ -27,7 +27,6 @@ _NOT_COMPUTED = {
     "detach", "alias", "empty_like", "zeros_like", "ones_like", "full_like", "new_zeros", "new_empty", "copy_", "set_",
     "resize_", "_foreach_copy_", "record_stream", "split_with_sizes_copy", "cat", "isfinite", "equal",
 }  # fmt: skip
-_MOVED = {"cat", "copy_"}
 _OF_PARTS = "all_to_all", "alltoall", "send", "recv"  # traffic that averages no gradient
 _TRAFFIC = {"c10d", "_c10d_functional", "fsdp"}
 _FEW = 16  # numbers that ranks may send for a log or a norm
@@ -122,7 +121,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no
                     self._place(param, local(out))
                 elif param is not None:
                     self.computed[param].add(tensor.dtype)
-        elif self.inside_forward and name in _MOVED:
+        elif self.inside_forward and name in ("cat", "copy_"):
             self.moved.update(filter(None, map(self._name_of, map(local, tensors_in(args)))))
         return out
 

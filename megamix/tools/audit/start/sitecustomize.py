@@ -41,7 +41,7 @@ class Updates:
     """Takes note of each backward pass, and of each update by any of torch's optimizers."""
 
     def __init__(self, optimizer_module: Any):
-        self.made = self.passes = self.all_passes = 0
+        self.made = self.passes = 0
         self.losses: list[Any] = []
         self.audit: Any = None
         self.torch = optimizer_module.torch
@@ -71,7 +71,6 @@ class Updates:
     def count_pass(self, *_: Any, **__: Any) -> None:
         """Count a backward pass, and end the process if too many of them made no update."""
         self.passes += 1
-        self.all_passes += 1
         if self.passes > MOST_PASSES:
             refuse(
                 f"{MOST_PASSES} backward passes in a row made no update that can be seen. An update by hand, or by an "
@@ -89,7 +88,7 @@ class Updates:
 
                 updates, folder = int(os.environ["MEGAMIX_AUDIT_UPDATES"]), os.environ["MEGAMIX_AUDIT_FOLDER"]
                 self.audit = ScriptAudit(updates, folder, tell)
-            self.audit.after_update(optimizer, self.losses, self.all_passes)
+            self.audit.after_update(optimizer, self.losses)
         except Exception as error:
             refuse(f"{type(error).__name__}: {error}")
 
