@@ -152,6 +152,11 @@ def _check_module(place: str, module: nn.Module, dtype: torch.dtype) -> None:
             f"{place} is wrapped by {wrapper}, which reduces gradients or divides parameters, as the engine itself "
             "does; pass the module inside, before it is wrapped"
         )
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+        raise ValueError(
+            f"{place} is a {type(module).__name__} with max_norm {module.max_norm}, which writes its weight in forward "
+            "and past the FP32 masters; leave max_norm out, and scale what the module returns"
+        )
     if (
         isinstance(module, nn.modules.batchnorm._BatchNorm)
         and dtype != torch.float32

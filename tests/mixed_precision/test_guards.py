@@ -46,6 +46,7 @@ WRONG_KINDS = [
         lambda: bf16_engine(nn.ModuleDict({"norm": nn.SyncBatchNorm(4)})),
         "module norm is a SyncBatchNorm whose torch.bfloat16 weights would .* GroupNorm or LayerNorm",
     ),
+    (lambda: bf16_engine(nn.EmbeddingBag(4, 2, max_norm=1.0)), "the model is a EmbeddingBag with max_norm 1.0, .*out"),
 ]
 
 
