@@ -165,6 +165,8 @@ class Saver:
         """Write the snapshot, and return the checkpoint's path; None if the save failed."""
         try:
             self._copy.wait()
+            if self.folder.is_dir() and snapshot.largest_size > self._files.free_space(self.folder):
+                self._remove_old(self.folder)  # those that an earlier, larger `keep` has left
             path = save(self.folder, snapshot, self._all_or_none, self._files)
         except Exception as error:  # otherwise the error would end in this thread, unseen
             self._failed(error)

@@ -3,7 +3,7 @@
 import os
 import re
 import tomllib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -113,8 +113,9 @@ def _build(layers: list[Layer], problems: list[str], source: str, say: Callable[
     problems += check_config(config or draft_of(Config, read, bad))
     if config is None or problems:
         raise ConfigError(problems, source, config or _sound(read, bad))
-    for item, origin in unread:
-        say(dropped_line(item, tree, layers[origin].name))
+    dropped = [dropped_line(item, tree, layers[origin].name) for item, origin in unread]
+    for line in (*dropped, *_rate_of_another(tree, layers)):
+        say(line)
     return config
 
 
@@ -176,6 +177,15 @@ def _as_set(loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
 def _is_refused(item: Unread, origin: int, layers: Sequence[Layer]) -> bool:
     """Return whether a key that is not read stands beside what makes it so, or above it."""
     return origin >= max(_origin(key, layers) for key in item.deciders)
+
+
+def _rate_of_another(tree: Tree, layers: Sequence[Layer]) -> Iterator[str]:
+    """Yield a line if the learning rate was chosen below the present choice of the optimizer, for another one."""
+    rate, chosen = (_origin(f"optimizer.{key}", layers) for key in ("lr", "name"))
+    below, above = (setting(each, "optimizer.name") for each in (_merged(layers[: rate + 1]), tree))
+    if rate < chosen and layers[rate].name != layers[chosen].name and below != above:
+        kept = f"optimizer.lr = {setting(tree, 'optimizer.lr')} of {layers[rate].name}"
+        yield f'{kept} was chosen for name = "{below}", and {layers[chosen].name} has "{above}": write its lr, too'
 
 
 def _import_plugins(layers: Sequence[Layer]) -> str:

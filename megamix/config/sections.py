@@ -31,7 +31,8 @@ class LrScheduleConfig(Section):
     """Updates of the decay, counted from the end of the warm-up. wsd needs it, and counts the run's last updates. Not
     set: all updates after the warm-up."""
     warmup_tokens: NonNegativeInt = 0
-    """In place of warmup_steps, for a run that is as long as training.tokens: the rate then follows tokens."""
+    """In place of warmup_steps, for a run that is as long as training.tokens: the rate then follows the tokens of the
+    applied updates, as global_batch_size or batch_ramp gives them."""
     decay_tokens: PositiveInt | None = None
     """In place of decay_steps, for such a run."""
 

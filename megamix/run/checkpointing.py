@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from megamix.checkpoint.all_or_none import AllOrNone
-from megamix.checkpoint.folder import Files, applied_updates
+from megamix.checkpoint.folder import Files, applied_updates, checkpoints
 from megamix.checkpoint.save import Saver, save
 from megamix.checkpoint.snapshot import take_snapshot
 from megamix.config import Config
@@ -149,7 +149,8 @@ class RunCheckpoints:
 
     def _stays(self, path: Path) -> bool:
         update, keep_every = applied_updates(path), self._section.keep_every
-        return keep_every > 0 and update > 0 and update % keep_every == 0
+        last = next((one for one in checkpoints(path.parent) if applied_updates(one) == update), path)
+        return keep_every > 0 and update > 0 and update % keep_every == 0 and path == last
 
     def _saved(self, path: Path) -> None:
         self._newest, self._path = self._under_way, path

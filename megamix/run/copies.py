@@ -1,8 +1,10 @@
 """Copies of a run's finished checkpoints elsewhere, made by a thread while training goes on. A failure ends no run."""
 
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 from megamix.checkpoint.copying import copy_checkpoint
@@ -113,9 +115,10 @@ def _to_folder(config: Config, home: Path, stays: Stays, tell: Callable[[str], N
                     raise OSError(problem)
                 remove_asides(home, CONFIG)
                 write_text(home / CONFIG, config_to_toml(config))
-                copied = copy_checkpoint(path, home / CHECKPOINTS, files)
-                if config.checkpoint.copy_keep:
-                    remove_old(home / CHECKPOINTS, config.checkpoint.copy_keep, copied, files, stays)
+                keep = config.checkpoint.copy_keep or sys.maxsize
+                drop = partial(remove_old, home / CHECKPOINTS, keep, files=files, stays=stays)
+                drop(home)  # those that an earlier, larger copy_keep has left
+                drop(copied := copy_checkpoint(path, home / CHECKPOINTS, files))
         except ConfigError as error:  # another job holds the folder
             raise OSError(error.problems[0]) from None
         return f"copied {path.name} to {copied}"

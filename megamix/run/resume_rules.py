@@ -184,6 +184,10 @@ def judge(path: Path, manifest: Manifest, config: Config, now: RunRecord, ranks:
         from megamix.run.run_record import check_states
 
         check_states(path, manifest, config)
+    counted = tokens_of(config, applied)
+    if config.training.tokens and own and (had := manifest.run.progress.get("tokens", counted)) != counted:
+        words = f"training.tokens: the rate counts {counted} tokens for the updates so far, which had {had}"
+        lines.append(f"{words}; write batch_ramp with their sizes")
     saved_by = manifest.run.code
     if saved_by and (other := _differing(saved_by, now.code)):
         lines.append("; ".join(f"{it}: {saved_by.get(it, 'none')} -> {now.code.get(it, 'none')}" for it in other))

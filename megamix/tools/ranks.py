@@ -160,8 +160,7 @@ class RankPool:
             ready = wait([self._pipes[rank] for rank in silent], timeout=max(0.0, end_s - time.monotonic()))
             if not ready:
                 kind_of_failure = RankFailure if failures else LateRanks
-                more = " (its stack is on stderr)" if self._stacks else ""
-                failures |= dict.fromkeys(silent, f"did not answer in time{more}")
+                failures |= dict.fromkeys(silent, "did not answer in time" + " (its stack is on stderr)" * self._stacks)
                 self._show_stacks(silent if self._stacks else [])
             for rank in [rank for rank in silent if self._pipes[rank] in ready]:
                 try:

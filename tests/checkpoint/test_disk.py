@@ -19,7 +19,7 @@ from megamix.checkpoint.manifest import RunRecord
 from megamix.checkpoint.save import remove_old
 from megamix.checkpoint.snapshot import take_snapshot
 from tests.checkpoint.faults import FaultyFiles, listing
-from tests.checkpoint.state import fill, fp16_engine, resume, save_now, save_steps
+from tests.checkpoint.state import all_or_none_of, fill, fp16_engine, make_saver, resume, save_now, save_steps
 from tests.conftest import FULL
 
 PLACES = 5 if FULL else 2  # faults of each kind on each rank
@@ -116,6 +116,23 @@ def test_a_save_that_cannot_fit_is_not_begun_and_one_that_fits_takes_no_more(tmp
     assert listing(tmp_path) == ["step_00000001", "step_00000002"]
     monkeypatch.setattr(Files, "free_space", lambda files, path: largest)
     assert sum(file.stat().st_size for file in save_now(tmp_path, engine).iterdir()) <= largest
+
+
+class _RoomForFour(Files):
+    """A disk on which four checkpoints have room."""
+
+    def free_space(self, path):
+        return (4 - len(checkpoints(path))) * 2**30
+
+
+def test_a_full_disk_loses_those_beyond_a_smaller_keep_before_a_save(tmp_path):
+    save_steps(tmp_path, [1, 2, 3, 4], keep=4)
+    engine = fp16_engine()
+    fill(engine, 5)
+    saver = make_saver(tmp_path, all_or_none_of(engine), _RoomForFour())
+    saver.save(engine, RunRecord(config="[model]\n"))
+    saver.finish()
+    assert listing(tmp_path) == ["step_00000004", "step_00000005"]
 
 
 def test_an_old_checkpoint_that_cannot_be_removed_is_told(tmp_path, caplog):

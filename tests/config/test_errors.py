@@ -435,7 +435,9 @@ SELDOM_MEANT = {
     ),
     'optimizer.groups=[{pattern="blocks.*",lr_factor=2.0}]': "",
     'optimizer.groups=[{pattern="*.biass",lr_factor=2.0}]': "group '*.biass' matches no parameter of the model",
-    'optimizer.name=muon optimizer.muon.adamw=["*.rooter.*"]': "pattern '*.rooter.*', which matches no parameter",
+    'optimizer.name=muon optimizer.lr=0.02 optimizer.muon.adamw=["*.rooter.*"]': (
+        "pattern '*.rooter.*', which matches no parameter"
+    ),
 }
 
 

@@ -155,10 +155,22 @@ def test_what_a_layer_below_set_for_another_rule_is_dropped_with_a_line(tmp_path
     _, lines = told(QUICKSTART, "training.tokens=1000000")
     assert any("warmup_steps" in line and line.endswith("write lr_schedule.warmup_tokens instead") for line in lines)
     # Overrides are layers in their order, too.
-    _, lines = told(QUICKSTART, "optimizer.adamw.eps=1e-6", "optimizer.name=nag")
+    _, lines = told(QUICKSTART, "optimizer.lr=0.1", "optimizer.adamw.eps=1e-6", "optimizer.name=nag")
     assert lines == [
         'optimizer.adamw = { eps = 1e-06 } of the command line is not read where optimizer.name = "nag": dropped'
     ]
+
+
+def test_a_rate_that_was_chosen_for_another_optimizer_is_told(tmp_path):
+    _, lines = told(QUICKSTART, "optimizer.name=adamw")
+    rate = (
+        'optimizer.lr = 0.008 of {} was chosen for name = "muon", and the command line has "adamw": write its lr, too'
+    )
+    assert rate.format(ROOT / "configs/base.toml") in lines
+    top = write(tmp_path / "top.toml", f'base = "{QUICKSTART}"\n[optimizer]\nname = "nag"\nlr = 0.1\n')
+    own = ["optimizer.lr=2e-3", "optimizer.name=adamw"], ["optimizer.name=adamw", "optimizer.lr=2e-3"]
+    for path, overrides in ((top, []), (top, ["optimizer.name=nag"]), (QUICKSTART, own[1]), (QUICKSTART, own[0])):
+        assert not [line for line in told(path, *overrides)[1] if "was chosen for" in line]
 
 
 def test_a_table_is_dropped_as_a_whole_and_refused_for_any_part_set_later(tmp_path):
@@ -184,7 +196,7 @@ def test_all_are_reported_at_once_beside_other_mistakes_and_none_follows_from_on
 
 
 def test_the_lines_are_told_once_by_the_first_rank(capsys, monkeypatch, tmp_path):
-    overrides = ["optimizer.name=nag", f"checkpoint.folder={tmp_path}", "data.train=none"]
+    overrides = ["optimizer.name=nag", "optimizer.lr=0.1", f"checkpoint.folder={tmp_path}", "data.train=none"]
     path = write(tmp_path / "job.toml", f'base = "{QUICKSTART}"\n[optimizer.adamw]\nbetas = [0.8, 0.9]\n')
     line = f'optimizer.adamw = {{ betas = [0.8, 0.9] }} of {path} is not read where optimizer.name = "nag": dropped'
     for rank, want in (("0", f"megamix train: {line}\n"), ("1", "")):

@@ -5,6 +5,7 @@ are saved and stay, beside the newest, over stops and damage; the log says so.
 
 import json
 import shutil
+import signal
 import sys
 import threading
 from pathlib import Path
@@ -22,6 +23,8 @@ from megamix.run.copies import Copier, takes_of
 from megamix.run.resume_rules import outlook
 from megamix.run.run_folder import check, checkpoint_words
 from megamix.supervise.run_lock import run_lock
+from megamix.supervise.status import PreemptedError
+from megamix.train.trainer import Trainer
 from tests.builders import run_on_ranks, tiny_job
 from tests.checkpoint.state import save_steps
 from tests.train.broken_disk import FULL, broken_disk
@@ -260,3 +263,18 @@ def test_kept_ones_are_the_only_ones_beside_the_last_where_no_other_save_is_due(
     assert _updates(tmp_path / "run") == [7, 6, 3]
     assert outlook(config).endswith(f"\n  {checkpoint_words(config)}")
     assert checkpoint_words(_config(tmp_path, data)) == ""
+
+
+def test_of_two_after_one_update_only_the_last_stays(tmp_path, data):
+    config = _config(tmp_path, data, 9, keep_every=3, eval_interval=3)
+    asked = Trainer._leave_if_asked
+
+    def in_validation(trainer, leave):
+        leave.ask(signal.SIGTERM)
+        asked(trainer, leave)
+
+    with mock.patch.object(Trainer, "_leave_if_asked", in_validation), pytest.raises(PreemptedError):
+        run_on_ranks(config)
+    run_on_ranks(config)  # it validates after update 3, and saves once more
+    names = [path.name for path in checkpoints(tmp_path / "run/checkpoints")]
+    assert names == ["step_00000009", "step_00000006", "step_00000003.1"]

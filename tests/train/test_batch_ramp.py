@@ -10,7 +10,7 @@ import pytest
 
 from megamix.mixed_precision.step import StepProgress
 from megamix.run.batch_plan import OnOverflow
-from tests.builders import run_on_ranks, tiny_job
+from tests.builders import SEQ_LEN, run_on_ranks, tiny_job
 from tests.conftest import FULL
 from tests.train.outcome import differences, end_of
 from tests.train.recorded import run_recorded
@@ -81,3 +81,15 @@ def test_no_checkpoint_is_saved_where_a_ramp_begins(tmp_path, data):
     ramp = {"steps": 2, "global_batch_size": 8, "batch_ramp": [[0, 4], [1, 8]]}
     run_on_ranks(tiny_job(tmp_path, tokens=data, training=ramp, keep_every=2))
     assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["step_00000002"]
+
+
+def test_a_rate_that_reads_other_tokens_than_were_trained_on_is_told(tmp_path, data, capsys):
+    updates = {"training": {"eval_interval": 0}}
+    by_tokens = {"tokens": 2 * 4 * SEQ_LEN, "global_batch_size": 4}
+    run_on_ranks(tiny_job(tmp_path, updates, tokens=data, training=by_tokens))
+    more = {"tokens": 3 * 8 * SEQ_LEN, "global_batch_size": 8}
+    run_on_ranks(tiny_job(tmp_path, updates, tokens=data, training=more))
+    told = f"the rate counts {2 * 8 * SEQ_LEN} tokens for the updates so far, which had {8 * SEQ_LEN}"
+    assert f"training.tokens: {told}; write batch_ramp" in capsys.readouterr().out
+    run_on_ranks(tiny_job(tmp_path, updates, tokens=data, training=more | {"tokens": 4 * 8 * SEQ_LEN}))
+    assert "the rate counts" in capsys.readouterr().out
