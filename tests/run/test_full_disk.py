@@ -45,7 +45,7 @@ def _on_a_full_disk(config, asked, weights_fail):
 
     `asked`: the second rank gets a signal before the ninth update. `weights_fail`: that rank cannot write the weights.
     """
-    request, saves, create = LeaveRequest(), iter((2**40, 2**40)), Files.create
+    request, create = LeaveRequest(), Files.create
     second = Topology.current().dp.rank == 1
 
     def ask(plan):
@@ -55,7 +55,8 @@ def _on_a_full_disk(config, asked, weights_fail):
     def free(files, path):
         saved = checkpoint_folder(config) / "step_00000008"
         # A save leaves a megabyte free. The weights are a half of Muon's checkpoint, and a third of AdamW's.
-        return next(saves, None) or (1 << 20) + sum(file.stat().st_size for file in saved.glob("rank_*")) * 3 // 4
+        left = (1 << 20) + sum(file.stat().st_size for file in saved.glob("rank_*")) * 3 // 4
+        return left if saved.is_dir() else 2**40
 
     def create_or_fail(files, path):
         if weights_fail and second and "weights_after" in str(path):
