@@ -74,7 +74,7 @@ def make_note(facts: Mapping[nn.Parameter, ParamFacts], judged: Iterable[ParamFa
         where = next((one.name for param, one in facts.items() if param is first.held), other)
         not_finite = {"update": first.update, "kind": first.kind, "where": where}
     told = [asdict(one) for one in judged]
-    seen = {name: getattr(watch, name) for name in ("loss_scale", "sent", "divided", "first_number")}
+    seen = {name: getattr(watch, name) for name in ("loss_scale", "sent", "divided")}
     return {"facts": told, "not_finite": not_finite, **seen}
 
 

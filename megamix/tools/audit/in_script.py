@@ -122,10 +122,9 @@ class ScriptAudit:
         held = {param for optimizer in self._stepped for group in optimizer.param_groups for param in group["params"]}
         unseen = len(held) - sum("held" in one.counts for one in judged)
         watch.first = self._not_finite or (watch.first and replace(watch.first, update=self._updates))
-        watch.first_number = self._first_number
         waiting = len(self._facts) - len(judged)
         note = make_note(self._facts, judged, watch)
-        self._tell("facts", **note, world=world, unseen=unseen, waiting=waiting)
+        self._tell("facts", **note, world=world, unseen=unseen, waiting=waiting, first=self._first_number)
         end = time.monotonic() + WAIT_S
         while len([*self._folder.glob("*.facts")]) < world and time.monotonic() < end:
             time.sleep(0.05)

@@ -60,7 +60,7 @@ def warnings_of(
     trained = [facts[name] for row in rows for name in row.parameters]
     held = [one for one in trained if one.counts.get("held")]
     found = [*_not_finite(notes), *_odd_ones(held)]
-    if (number := max(note["first_number"] for note in notes)) > 1:
+    if (number := max(note.get("first", 1) for note in notes)) > 1:
         found.append(_warning("counted before", "the optimizer", number=number))
     if skipped:
         return [*found, _warning("skipped", "all parameters")]

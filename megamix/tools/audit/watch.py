@@ -55,7 +55,6 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no
         self.sent = False  # whether ranks sent more than a few numbers
         self.divided = False  # whether they sent activations, so that each may hold a part of the model
         self.moved: set[str] = set()  # parameters that were copied into another tensor in forward
-        self.first_number = 1  # number that the optimizer's count gave its first update
         self.inside_forward = False  # forward of the whole model
         self.handles: list[RemovableHandle] = []
         self._followed: set[Tensor] = set()
