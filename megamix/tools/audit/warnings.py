@@ -75,16 +75,15 @@ def warnings_of(
             found.append(_warning(rule, worst.name, more, row=worst, ranks=ranks))
     free = [one.name for one in trained if not one.counts.get("held")]
     silent = [one.name for one in held if not one.largest.get("gradient")]
-    # Ranks that send one another something may each hold a part of the model.
+    # Ranks that send one another activations may each hold a part of the model.
     sent = any(note["sent"] for note in notes)
     apart = [one for one in held if len(one.weight_sums.get(ALL, [])) > 1]
-    alone, parts, own = ([] if sent else [one.name for one in apart]), list[str](), list[str]()
-    for one in apart if sent and len(apart) < len(held) else []:
-        of_part = one.dtypes["compute"][0] == UNKNOWN or any(note["divided"] for note in notes)
-        (parts if of_part else own).append(one.name)
+    divided = any(note["divided"] for note in notes) or any(one.dtypes["compute"][0] == UNKNOWN for one in apart)
+    drifts = ("parts" if divided else "own") if sent else "ranks alone"
+    alone = [one.name for one in apart if not sent or len(apart) < len(held)]
     unequal = [one.name for one in held if any(len(sums) > 1 for of, sums in one.weight_sums.items() if of != ALL)]
-    named = {"not held": free, "no gradient": silent, "ranks alone": alone, "replicas apart": unequal}
-    for rule, names in (named | {"own": own, "parts": parts}).items():
+    named = {"not held": free, "no gradient": silent, drifts: alone, "replicas apart": unequal}
+    for rule, names in named.items():
         more = f" and {len(names) - 4} more" if len(names) > 4 else ""
         found += [_warning(rule, ", ".join(names[:4]) + more, ranks=ranks)] if names else []
     return sorted(found, key=lambda one: not one.harms)
