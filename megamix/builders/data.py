@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import platform
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -15,8 +16,9 @@ from megamix.config.model_and_data import SPLIT_SET
 from megamix.data.prepare import MANIFEST_NAME
 from megamix.data.sampler import BlendStage, mix64
 from megamix.data.source import BlendedSource, MarkovSource, SampleSource, TokenFileSource, TokenSpan, split
-from megamix.data.steady_file import DataError, file_fingerprint, file_identity, machine_identity
+from megamix.data.steady_file import DataError, file_fingerprint, file_identity
 from megamix.data.token_file import TokenFile, bin_path, idx_path, token_file_fingerprint, token_file_problems
+from megamix.data.tokenizer import open_tokenizer
 from megamix.plugins import SOURCES
 
 Sources = tuple[DataSource, ...]
@@ -106,7 +108,7 @@ def data_identity(config: Config) -> str:
     if config.data.tokenizer is not None:
         files["data.tokenizer"] = [Path(config.data.tokenizer)]
     known = {field: [file_identity(path) for path in paths] for field, paths in files.items()}
-    return json.dumps([machine_identity(), known], sort_keys=True)
+    return json.dumps([platform.node(), known], sort_keys=True)
 
 
 def check_unchanged(config: Config, identity: str) -> None:
@@ -157,14 +159,16 @@ def data_warnings(config: Config, world_size: int) -> Iterator[str]:
     for folder, field in {Path(path).parent: field for field, path in token_prefixes(config).items()}.items():
         try:
             manifest = (folder / MANIFEST_NAME).read_text(encoding="utf-8")
-            known = int(json.loads(manifest)["vocab_size"])
+            noted = json.loads(manifest)
+            known, begin = int(noted["vocab_size"]), noted.get("begin", [])
         except (OSError, ValueError, LookupError, TypeError):
             continue  # no manifest of `megamix prepare`
         if size > known * 9 // 8 + 128:
             fix = f"rows beyond are never trained; write vocab_size = {-(-known // 128) * 128}"
             yield f"model.vocab_size: {size}, but {field} was prepared with {known} tokens, and {fix}"
         # The manifest has the checksums of its tokenizer's file and of the file that the tokenizer was made from.
-        if own is not None and file_fingerprint(Path(own)) not in manifest:
+        is_other = own is not None and file_fingerprint(Path(own)) not in manifest
+        if is_other or (own is not None and [*open_tokenizer(Path(own)).begin] != begin):
             yield f"data.tokenizer: {own} is not the one that {field} was prepared with; write the one in {folder}"
 
 

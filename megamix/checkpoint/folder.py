@@ -65,8 +65,10 @@ def checkpoints_at(path: Path) -> list[Path]:
     """
     folder = folder_of(path)
     found = checkpoints(folder)
-    # A run that has not saved yet is refused. A path that looks like a checkpoint is returned, and checked later.
-    if not found and (folder != path or not (path.name.startswith("step_") or (path / MANIFEST).exists())):
+    # A run that has not saved yet is refused, and so are prepared texts, which have a manifest, too. A path that looks
+    # like a checkpoint is returned, and checked later.
+    looks_like_one = path.name.startswith("step_") or ((path / MANIFEST).exists() and not any(path.glob("*.idx")))
+    if not found and (folder != path or not looks_like_one):
         raise ValueError(f"{folder} holds no checkpoint; give a run that has saved, or a checkpoint")
     return found or [path]
 

@@ -190,7 +190,9 @@ def read_manifest(path: Path) -> Manifest:
     text = path.read_bytes()
     body, checksum = text[:-_CHECKSUM_LENGTH], text[-_CHECKSUM_LENGTH:]
     if checksum != (_CHECKSUM_LINE % zlib.crc32(body)).encode():
-        raise ValueError(f"{path}: its checksum does not fit its content")
+        is_prepared = any(path.parent.glob("*.idx"))
+        why = "it describes prepared texts, no checkpoint" if is_prepared else "its checksum does not fit its content"
+        raise ValueError(f"{path}: {why}")
     _refuse_other_version(path, body)
     with naming(path):
         return Manifest.from_json(body + b"}")

@@ -6,6 +6,7 @@ text_tokenizer   the interface of every tokenizer
 tokenizer        tokenizers of a tokenizer.json; the file of any tokenizer is opened here
 tokenizer_bulk   the same ids, several times faster
 tokenizer_kinds  bytes, and SentencePiece
+tokenizer_files  what lies beside a tokenizer's file: settings, special tokens, templates
 
 The files between:
 token_file       ids of all documents, in Megatron's format

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import platform
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,7 +30,7 @@ class SteadyFile:
 
     def __init__(self, path: Path):
         self.path = path
-        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._descriptor = os.open(path, os.O_RDONLY)
         weakref.finalize(self, os.close, self._descriptor)
         opened = os.fstat(self._descriptor)
         self.size = opened.st_size  # bytes
@@ -47,30 +46,26 @@ class SteadyFile:
         Raises: DataError if the file has been written to since; OSError, with the file's name, if it cannot be read.
         """
         try:
-            found = [self._read(start, stop) for start, stop in zip(starts, stops, strict=True)]
+            found = [self._read(start, stop - start) for start, stop in zip(starts, stops, strict=True)]
             now = os.fstat(self._descriptor)  # after the reads, so a write before any of them shows
         except OSError as error:
-            raise OSError(error.errno, os.strerror(error.errno or 0), str(self.path)) from error
-        if now.st_size != self.size:
-            raise self._changed(f"it had {self.size} bytes and has {now.st_size}")
-        if now.st_mtime_ns != self._written_ns:
-            raise self._changed(f"it still has {self.size} bytes, but was written to since")
-        for content, start, stop in zip(found, starts, stops, strict=True):
-            if len(content) < stop - start:
-                raise self._changed(f"it has {self.size} bytes, but no more than {start + len(content)} come")
+            error.filename = str(self.path)
+            raise
+        is_short = sum(map(len, found)) < sum(stops) - sum(starts)
+        if is_short or (now.st_size, now.st_mtime_ns) != (self.size, self._written_ns):
+            how = "fewer come than are asked for" if is_short else "it was written to since"
+            raise DataError(
+                f"{self.path} was changed while it was read: it had {self.size} bytes and has {now.st_size}, {how}; "
+                "write or copy it again, and start again"
+            )
         return found
 
-    def _read(self, start: int, stop: int) -> bytes:
-        content = os.pread(self._descriptor, stop - start, start)
-        while len(content) < stop - start:  # one call may return fewer bytes than there are
-            more = os.pread(self._descriptor, stop - start - len(content), start + len(content))
-            if not more:
-                break
+    def _read(self, start: int, size: int) -> bytes:
+        content = b""
+        # One call may return fewer bytes than there are.
+        while len(content) < size and (more := os.pread(self._descriptor, size - len(content), start + len(content))):
             content += more
         return content
-
-    def _changed(self, how: str) -> DataError:
-        return DataError(f"{self.path} was changed while it was read: {how}; write or copy it again, and start again")
 
 
 class FileArray:
@@ -87,31 +82,23 @@ class FileArray:
     def __getitem__(self, index: int | np.integer | slice | NDArray[np.integer]) -> Any:
         if isinstance(index, slice):
             start, stop, step = index.indices(self._length)
-            if step != 1:
-                return self._gathered(np.arange(start, stop, step))
+            assert step == 1, index
             return self.stretches([start], [max(start, stop)])[0]
-        if isinstance(index, np.ndarray):
-            return self._gathered(index)
-        place = range(self._length)[int(index)]
-        return self.stretches([place], [place + 1])[0][0]
+        places = index if isinstance(index, np.ndarray) else np.asarray(range(self._length)[index])
+        room = _PAGE // self.dtype.itemsize
+        numbers, page = np.unique(places // room, return_inverse=True)
+        starts = numbers * room
+        pages = np.empty((len(numbers), room), self.dtype)
+        stretches = self.stretches(starts.tolist(), np.minimum(starts + room, self._length).tolist())
+        for row, content in enumerate(stretches):
+            pages[row, : len(content)] = content
+        return pages[page.reshape(places.shape), places % room]
 
     def stretches(self, starts: Sequence[int], stops: Sequence[int]) -> list[NDArray[Any]]:
         """Return `self[start:stop]` of each pair, all within the array, by one `read_each`."""
         offset, size = self._offset, self.dtype.itemsize
         found = self._file.read_each([offset + n * size for n in starts], [offset + n * size for n in stops])
         return [np.frombuffer(content, self.dtype) for content in found]
-
-    def _gathered(self, places: NDArray[np.integer]) -> NDArray[Any]:
-        """Return the items at `places`, each from 0 to the length - 1. Shapes: as `places`."""
-        room = _PAGE // self.dtype.itemsize
-        numbers, page = np.unique(places.ravel() // room, return_inverse=True)
-        starts = (numbers * room).tolist()
-        stops = [min(start + room, self._length) for start in starts]
-        pages = np.empty((len(numbers), room), self.dtype)
-        for row, content in enumerate(self.stretches(starts, stops)):
-            pages[row, : len(content)] = content
-        found: NDArray[Any] = pages[page, places.ravel() % room]
-        return found.reshape(places.shape)
 
 
 def file_fingerprint(path: Path) -> str:
@@ -124,14 +111,6 @@ def file_identity(path: Path) -> list[int]:
     """Return what identifies a file on a running system, and its state: device, inode, size and time of last write."""
     found = path.stat()
     return [found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns]
-
-
-def machine_identity() -> str:
-    """Return a name of the running system. Containers of one machine share it, as they share `file_identity`."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:  # not Linux
-        return platform.node()
 
 
 def add_file(digest: hashlib._Hash, path: Path) -> None:

@@ -129,6 +129,8 @@ class TokenFile(TokenIndex):
                 hint = "give the prefix without its ending"
             elif held := sorted(prefix.glob("*.idx")):
                 hint = f"{prefix} is a folder; write {' or '.join(str(path.with_suffix('')) for path in held[:2])}"
+            elif prefix.is_dir():
+                hint = f"{prefix} is a folder without token files; give one of prepare's, as runs/data/mine/train"
             raise DataError(f"{path} is missing; expected PREFIX.idx beside PREFIX.bin: {hint}")
         super().__init__(path)
         self.path = path = bin_path(prefix)

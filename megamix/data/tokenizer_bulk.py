@@ -1,10 +1,11 @@
 """A byte-level BPE of a tokenizer.json, run by tiktoken: the same ids, several times faster.
 
 tiktoken has a pattern that splits text into words, and one order of merges, which is the order of the ids. A
-tokenizer.json can express more than that; for such a file `BulkEncoder.of` returns None.
+tokenizer.json can express more than that; for such a file `bulk_encoder` returns None.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 # The pattern of ByteLevel in `tokenizers`, src/pre_tokenizers/byte_level.rs; it comes from OpenAI's GPT-2 encoder.py.
@@ -20,68 +21,53 @@ def byte_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
 
 
-class BulkEncoder:
-    """Encodes text as the tokenizer.json from which it was made; special tokens in a text are plain characters."""
+def bulk_encoder(tokenizer: Mapping[str, Any]) -> Callable[[str], list[int] | None] | None:
+    """Return a function that encodes as a tokenizer.json with this content, special tokens in a text as plain
+    characters; None if tiktoken cannot express it, or is not installed.
 
-    def __init__(self, pattern: str, ranks: dict[bytes, int], words: dict[str, int], normalize: Any) -> None:
+    It returns None for a text on which tiktoken fails. Its regular expressions overflow their stack at some hundred
+    thousand white spaces in a row.
+    """
+    pattern, ranks = _pattern(tokenizer["pre_tokenizer"]), _ranks(tokenizer)
+    words = _words(tokenizer["added_tokens"])
+    normalizer = tokenizer["normalizer"]
+    if pattern is None or ranks is None or words is None or normalizer not in (None, {"type": "NFC"}):
+        return None
+    try:
         import tiktoken
 
-        self._encoding = tiktoken.Encoding("megamix", pat_str=pattern, mergeable_ranks=ranks, special_tokens=words)
-        self._words = set(words)  # added tokens that are not special: each is one token wherever a text has it
-        self._normalize = normalize
+        encoding = tiktoken.Encoding("megamix", pat_str=pattern, mergeable_ranks=ranks, special_tokens=words)
+    except (ImportError, ValueError):  # ValueError: tiktoken's regular expressions lack the pattern
+        return None
+    from tokenizers.normalizers import NFC  # Python's tables may have another version of Unicode
 
-    @classmethod
-    def of(cls, tokenizer: Mapping[str, Any]) -> "BulkEncoder | None":
-        """Make an encoder from the content of a tokenizer.json. Return None if tiktoken cannot express it, or is not
-        installed.
-        """
-        pattern, ranks = _pattern(tokenizer["pre_tokenizer"]), _ranks(tokenizer)
-        words = _words(tokenizer["added_tokens"])
-        normalizer = tokenizer["normalizer"]
-        if pattern is None or ranks is None or words is None or normalizer not in (None, {"type": "NFC"}):
-            return None
-        try:
-            return cls(pattern, ranks, words, _nfc() if normalizer else None)
-        except (ImportError, ValueError):  # ValueError: tiktoken's regular expressions lack the pattern
-            return None
+    normalize = NFC().normalize_str
+    call = encoding.encode_ordinary
+    if words:
+        call = partial(encoding.encode, allowed_special=set(words), disallowed_special=())
 
-    def encode(self, text: str) -> list[int] | None:
-        """Return token ids; None for a text on which tiktoken fails. Its regular expressions overflow their stack at
-        some hundred thousand white spaces in a row.
-        """
-        if self._normalize and not text.isascii():
-            text = self._normalize(text)
+    def encode(text: str) -> list[int] | None:
         try:
-            if self._words:
-                return self._encoding.encode(text, allowed_special=self._words, disallowed_special=())
-            return self._encoding.encode_ordinary(text)
+            ids: list[int] = call(normalize(text) if normalizer and not text.isascii() else text)
+            return ids
         except BaseException as error:
             if type(error).__name__ != "PanicException":  # Rust's; the class cannot be imported
                 raise
             return None
 
-
-def _nfc() -> Any:
-    """Return the NFC function of `tokenizers`, which a tokenizer.json would use. Python's tables may have another
-    version of Unicode.
-    """
-    from tokenizers.normalizers import NFC
-
-    return NFC().normalize_str
+    return encode
 
 
 def _pattern(pre_tokenizer: Any) -> str | None:
     """Return the regular expression whose matches are the words; None if tiktoken cannot express it."""
-    split, byte_level = None, pre_tokenizer
-    if pre_tokenizer and pre_tokenizer["type"] == "Sequence" and len(pre_tokenizer["pretokenizers"]) == 2:
-        split, byte_level = pre_tokenizer["pretokenizers"]
-    if not byte_level or byte_level["type"] != "ByteLevel" or byte_level["add_prefix_space"]:
-        return None
-    own_pattern = byte_level.get("use_regex", True)
-    if split is None:
-        return _GPT2_PATTERN if own_pattern else None
-    isolated = split["type"] == "Split" and split["behavior"] == "Isolated" and not split["invert"]
-    return split["pattern"].get("Regex") if isolated and not own_pattern else None
+    parts = pre_tokenizer["pretokenizers"] if pre_tokenizer and pre_tokenizer["type"] == "Sequence" else [pre_tokenizer]
+    match parts:
+        case [{"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}]:
+            return _GPT2_PATTERN
+        case [split, {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}]:
+            is_plain = split["type"] == "Split" and split["behavior"] == "Isolated" and not split["invert"]
+            return split["pattern"].get("Regex") if is_plain else None
+    return None
 
 
 def _ranks(tokenizer: Mapping[str, Any]) -> dict[bytes, int] | None:
@@ -92,7 +78,7 @@ def _ranks(tokenizer: Mapping[str, Any]) -> dict[bytes, int] | None:
         return None
     added = {token["id"] for token in tokenizer["added_tokens"]}
     vocab = {token: token_id for token, token_id in model["vocab"].items() if token_id not in added}
-    merged = ["".join(merge if isinstance(merge, list) else merge.split(" ")) for merge in model["merges"]]
+    merged = ["".join(merge) for merge in model["merges"]]
     order = [vocab.get(token, -1) for token in merged]
     alphabet = byte_alphabet()
     if (
@@ -108,10 +94,10 @@ def _ranks(tokenizer: Mapping[str, Any]) -> dict[bytes, int] | None:
 
 def _words(added_tokens: Sequence[Mapping[str, Any]]) -> dict[str, int] | None:
     """Return the ids of the added tokens that are not special; None if one has matching rules of its own."""
-    words = [token for token in added_tokens if not token["special"]]
-    names = [token["content"] for token in words]
-    if any(token["lstrip"] or token["rstrip"] or token["single_word"] for token in words):
+    plain = [token for token in added_tokens if not token["special"]]
+    words = {token["content"]: token["id"] for token in plain}
+    is_odd = any(token["lstrip"] or token["rstrip"] or token["single_word"] for token in plain)
+    # If one word begins with another, each library has another rule which of the two it takes.
+    if is_odd or any(name != other and name.startswith(other) for name in words for other in words):
         return None
-    if any(name != other and name.startswith(other) for name in names for other in names):
-        return None  # if one begins with another, each library has another rule which of the two it takes
-    return {token["content"]: token["id"] for token in words}
+    return words

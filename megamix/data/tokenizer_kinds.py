@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from megamix.data import import_extra
 from megamix.data.text_tokenizer import TextTokenizer
 from megamix.data.tokenizer_bulk import byte_alphabet
+from megamix.data.tokenizer_files import read_settings, special_token
 from megamix.durable import write_text, written_aside
 
 
@@ -22,20 +23,22 @@ class ByteTokenizer(TextTokenizer):
 
     vocab_size = 257
     end_token = "<|endoftext|>"
-    end_of_text = 256
 
     @classmethod
     def wrote(cls, path: Path) -> bool:
         """Return whether `save` wrote the file."""
         return path.is_file() and path.read_text(encoding="utf-8", errors="replace") == cls._file_text()
 
+    def token_id(self, token: str) -> int | None:
+        return 256 if token == self.end_token else None
+
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
     def encode_documents(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
         """Return the token ids of each document, the end token last."""
-        end = np.array([self.end_of_text])
-        return [np.concatenate([np.frombuffer(text.encode(), np.uint8), end]) for text in texts]
+        end = np.int64(self.end_of_text)
+        return [np.append(np.frombuffer(text.encode(), np.uint8), end) for text in texts]
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of token ids, with the end token shown and unknown ids left out. An incomplete character
@@ -51,19 +54,14 @@ class ByteTokenizer(TextTokenizer):
     def _file_text(cls) -> str:
         """Return the file's text: a byte-level BPE without merges, in the format of `tokenizers`."""
         byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-        end = {"id": cls.end_of_text, "content": cls.end_token, "special": True}
+        end = {"id": 256, "content": cls.end_token, "special": True}
         flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        vocab = byte_alphabet() | {cls.end_token: 256}
         content = {
-            "version": "1.0",
-            "truncation": None,
-            "padding": None,
-            "added_tokens": [end | flags],
-            "normalizer": None,
-            "pre_tokenizer": byte_level,
-            "post_processor": None,
-            "decoder": byte_level,
-            "model": {"type": "BPE", "vocab": byte_alphabet() | {cls.end_token: cls.end_of_text}, "merges": []},
-        }
+            "version": "1.0", "truncation": None, "padding": None, "added_tokens": [end | flags], "normalizer": None,
+            "pre_tokenizer": byte_level, "post_processor": None, "decoder": byte_level,
+            "model": {"type": "BPE", "vocab": vocab, "merges": []},
+        }  # fmt: skip
         return json.dumps(content, indent=1, ensure_ascii=False) + "\n"
 
 
@@ -73,9 +71,7 @@ class SentencePieceTokenizer(TextTokenizer):
     file_name = "tokenizer.model"
 
     def __init__(self, path: Path, end_token: str | None = None) -> None:
-        """Open a model. Raises: ValueError if the file is no model, `sentencepiece` is not installed, or no token ends
-        documents.
-        """
+        """Open a model. Raises: ValueError if the file is no model, or `sentencepiece` is not installed."""
         sentencepiece = import_extra("sentencepiece", "sentencepiece")
         try:
             self._content = path.read_bytes()
@@ -83,28 +79,23 @@ class SentencePieceTokenizer(TextTokenizer):
         except (OSError, RuntimeError) as error:
             raise ValueError(f"tokenizer {str(path)!r} is no SentencePiece model ({error})") from error
         self.vocab_size = int(self._model.get_piece_size())
-        self.end_of_text = self._find_end(end_token)
-        self.end_token = str(self._model.id_to_piece(self.end_of_text))
+        settings = read_settings(path.parent)
+        self.end_token = end_token or self._token(special_token(settings, "eos_token"), self._model.eos_id())
+        self.begin_token = self._token(special_token(settings, "bos_token"), self._model.bos_id())
+        if self.begin_token and settings.get("add_bos_token", True):
+            self.begin_with(self.begin_token)
 
-    def _find_end(self, end_token: str | None) -> int:
-        if end_token is None:
-            end = int(self._model.eos_id())
-            if end < 0:
-                raise ValueError("the SentencePiece model has no end token; name a piece of it by --end-token")
-            return end
-        end = int(self._model.piece_to_id(end_token))
-        if self._model.id_to_piece(end) != end_token:  # an unknown name has the id of the unknown piece
-            raise ValueError(f"--end-token {end_token!r} is no piece of the SentencePiece model; name one that is")
-        return end
+    def _token(self, named: str, own: int) -> str:
+        """Return a token that settings name, or else the piece of the model's own id; "" if it has none, either."""
+        return named if self.token_id(named) is not None else str(self._model.id_to_piece(own)) if own >= 0 else ""
+
+    def token_id(self, token: str) -> int | None:
+        found = int(self._model.piece_to_id(token))
+        return found if self._model.id_to_piece(found) == token else None  # an unknown name has the unknown piece's id
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of a text, without an end token."""
+        """Return the token ids of a text, without the tokens that begin and end it."""
         return list(self._model.encode(text))
-
-    def encode_prompt(self, text: str) -> list[int]:
-        """Return the token ids of the beginning of a text. The model's begin token comes first, if it has one."""
-        begin = self._model.bos_id()
-        return [*([begin] if begin >= 0 else []), *self.encode(text)]
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of token ids; unknown ids are left out."""

@@ -37,7 +37,7 @@ from megamix.hub.hugging_face import INDEX, WEIGHTS, HuggingFaceWeights
 from megamix.hub.links import Link, format_of, links_of, their_shapes
 from megamix.hub.place import CONFIG
 from megamix.hub.source import Source, WatchedWeights, Weights
-from megamix.hub.tokenizer_files import TOKENIZER, copy_generation, copy_tokenizer, tokenizer_in
+from megamix.hub.tokenizer_files import copy_generation, copy_tokenizer, tokenizer_in
 from megamix.model.family import family_of
 from megamix.model.transformers_model import TransformersModel
 from megamix.progress import ProgressLine
@@ -67,8 +67,8 @@ def import_model(
         copy_tokenizer(folder, aside)
         copy_generation(folder, aside, tokenizer_in(folder))
         config = tables_to_toml({"model": weights.config.model_dump()})
-        if tokenizer_in(aside):
-            config += f"\n[data]\ntokenizer = {value_text(str(output / TOKENIZER))}\n"
+        if (tokenizer := tokenizer_in(aside)) is not None:
+            config += f"\n[data]\ntokenizer = {value_text(str(output / tokenizer.name))}\n"
         watched = WatchedWeights(weights)
         progress = progress or ProgressLine()
         name = write_checkpoint(aside / CHECKPOINTS, weights.config, watched, config, file_size, progress)

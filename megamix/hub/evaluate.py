@@ -19,6 +19,9 @@ from megamix.comm.topology import local_device
 from megamix.data.loader import IGNORE
 from megamix.data.steady_file import FileArray
 from megamix.data.token_file import TokenFile, id_outside
+from megamix.data.tokenizer import open_tokenizer
+from megamix.data.tokenizer_files import read_settings
+from megamix.hub.tokenizer_files import tokenizer_in
 from megamix.model.language_model import LanguageModel
 from megamix.progress import ProgressLine
 
@@ -121,16 +124,35 @@ def _text_bytes(prefix: Path) -> int | None:
 
 
 def run_harness(folder: Path, tasks: Sequence[str], dtype: str) -> dict[str, dict[str, Any]]:
-    """Return the metrics of every task, by its name. A task is one of lm-eval's, or the path of a YAML file of one."""
+    """Return the metrics of every task, by its name. A task is one of lm-eval's, or the path of a YAML file of one.
+
+    Raises: ValueError for a YAML file that names no task.
+    """
     import lm_eval
     from lm_eval.tasks import TaskManager
 
-    files = [Path(task) for task in tasks if task.endswith((".yaml", ".yml"))]
-    names = [Path(task).stem if Path(task) in files else task for task in tasks]
+    files = [Path(task) for task in tasks if task.endswith(".yaml")]
+    names = [_task_in(Path(task)) if Path(task) in files else task for task in tasks]
     manager = TaskManager(include_path=[str(file.parent) for file in files] or None)
+    arguments: dict[str, Any] = {"pretrained": str(folder), "dtype": dtype}
+    if "add_bos_token" in read_settings(folder) and (file := tokenizer_in(folder)) is not None:
+        # As it was trained: lm-eval would begin an empty text by the begin token, though no document had one.
+        tokenizer = open_tokenizer(file)
+        arguments["add_bos_token"] = bool(tokenizer.begin)
+        arguments["prefix_token_id"] = [*tokenizer.begin, tokenizer.end_of_text][0]
     results = lm_eval.simple_evaluate(
-        model="hf", model_args={"pretrained": str(folder), "dtype": dtype}, tasks=names, task_manager=manager,
-        device=str(local_device()),
-    )  # fmt: skip
+        model="hf", model_args=arguments, tasks=names, task_manager=manager, device=str(local_device())
+    )
     scores: dict[str, dict[str, Any]] = results["results"]
     return {task: {key: value for key, value in metrics.items() if key != "alias"} for task, metrics in scores.items()}
+
+
+def _task_in(file: Path) -> str:
+    """Return the name under which lm-eval knows the task or group of a YAML file."""
+    import yaml
+
+    try:
+        table = yaml.load(file.read_text(encoding="utf-8"), yaml.BaseLoader)  # `!function` stays a text
+        return str(table.get("group") or table["task"])
+    except (OSError, yaml.YAMLError, AttributeError, LookupError) as error:
+        raise ValueError(f"--harness {file} names no task ({error!r}); write its name there, as task: NAME") from error

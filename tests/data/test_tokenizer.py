@@ -13,7 +13,7 @@ from megamix.data import installing
 from megamix.data.prepare.corpus import named_corpus
 from megamix.data.prepare.tokenizer_choice import _PROBE, TokenizerChoice
 from megamix.data.tokenizer import END_OF_TEXT, Tokenizer, open_tokenizer, save_tokenizer
-from megamix.data.tokenizer_bulk import BulkEncoder
+from megamix.data.tokenizer_bulk import bulk_encoder
 from megamix.data.tokenizer_kinds import ByteTokenizer
 from tests.conftest import FULL
 
@@ -83,13 +83,13 @@ def test_what_overflows_the_fast_way_takes_the_slow_one(texts):
     spaces = " " * 1_000_000
     slow = tokenizer.encode(spaces)
     assert tokenizer.speed_up(())
-    assert tokenizer._bulk.encode(spaces) is None  # else this test has no subject
+    assert tokenizer._bulk(spaces) is None  # else this test has no subject
     assert tokenizer.encode(spaces) == slow
 
 
 def test_what_tiktoken_cannot_express_is_left_to_tokenizers(tokenizer):
     content = json.loads(tokenizer._tokenizer.to_str())
-    assert BulkEncoder.of(content) is not None
+    assert bulk_encoder(content) is not None
     model, before, word = content["model"], content["pre_tokenizer"], content["added_tokens"][0] | {"special": False}
     merges = model["merges"]
     for changes in (
@@ -105,7 +105,7 @@ def test_what_tiktoken_cannot_express_is_left_to_tokenizers(tokenizer):
         {"added_tokens": [word | {"lstrip": True}]},
         {"added_tokens": [word, word | {"content": word["content"] + "2", "id": 9999}]},
     ):
-        assert BulkEncoder.of(content | changes) is None, changes
+        assert bulk_encoder(content | changes) is None, changes
 
 
 def test_ids_that_differ_on_the_sample_turn_the_fast_way_off(texts, monkeypatch):
@@ -143,7 +143,7 @@ def test_truncation_padding_and_dropout_of_a_file_change_no_document_and_no_prom
 
 def test_a_missing_or_damaged_tokenizer_file_is_named(tmp_path):
     path = tmp_path / "its.json"
-    with pytest.raises(ValueError, match=r"tokenizer .*its.json' is missing; name"):
+    with pytest.raises(ValueError, match=r"tokenizer .*its.json' is no file; name"):
         Tokenizer.load(path)
     path.write_text("{")
     with pytest.raises(ValueError, match=r"its.json' is no tokenizer.json"):
@@ -170,13 +170,13 @@ def test_a_tokenizer_opens_again_as_what_it_was(tmp_path, tokenizer, model_file,
     save_tokenizer(tokenizer, tmp_path)
     again = open_tokenizer(tmp_path / tokenizer.file_name)
     assert type(again) is type(tokenizer)
-    for name in ("vocab_size", "end_token", "end_of_text"):
+    for name in ("vocab_size", "end_token", "end_of_text", "begin"):
         assert getattr(again, name) == getattr(tokenizer, name)
     text = "for x in range(10): print('Käse')"
     (document,) = again.encode_documents([text])
-    assert document.tolist() == [*tokenizer.encode(text), tokenizer.end_of_text]
+    assert document.tolist() == [*tokenizer.encode_prompt(text), tokenizer.end_of_text]
     assert document.max() < again.vocab_size
-    assert again.decode(document.tolist()[:-1]) == text
+    assert again.decode(document.tolist()[len(again.begin) : -1]) == text
 
 
 def test_other_libraries_read_the_file_of_bytes_and_the_end_token(tmp_path):
@@ -226,11 +226,11 @@ def test_the_end_token_is_the_flag_s_then_the_configuration_s_then_a_known_one(t
 def test_no_end_token_is_refused_before_anything_is_read(tmp_path, model_file):
     path = str(_foreign(tmp_path, a=1))
     assert open_tokenizer(Path(path)).encode("a") == [1]
-    with pytest.raises(ValueError, match="no token that ends a document is known: .* by --end-token"):
+    with pytest.raises(ValueError, match="--end-token: the tokenizer's files name none; name a token"):
         TokenizerChoice(path)
-    with pytest.raises(ValueError, match="'b', is not in the tokenizer's vocabulary; name one"):
+    with pytest.raises(ValueError, match="--end-token: 'b' is not in the tokenizer's vocabulary; name a token"):
         TokenizerChoice(path, end_token="b")
-    with pytest.raises(ValueError, match="--end-token '<none>' is no piece of the SentencePiece model"):
+    with pytest.raises(ValueError, match="--end-token: '<none>' is not in the tokenizer's vocabulary; name a token"):
         TokenizerChoice(str(model_file), end_token="<none>")
 
 

@@ -15,7 +15,9 @@ import torch
 import torch.nn.functional as F
 
 from megamix.cli import main
+from megamix.config import ConfigError
 from megamix.data.token_file import TokenFileWriter
+from megamix.data.tokenizer import Tokenizer
 from megamix.hub.convert import import_model
 from megamix.hub.evaluate import evaluate
 from megamix.progress import ProgressLine
@@ -140,17 +142,47 @@ def test_the_harness_gets_the_export_its_tasks_and_the_files_that_define_some(tm
     monkeypatch.setitem(sys.modules, "lm_eval", harness)
     tasks = SimpleNamespace(TaskManager=lambda include_path: include_path)
     monkeypatch.setitem(sys.modules, "lm_eval.tasks", tasks)
-    assert main(["evaluate", str(tmp_path / "in"), "--harness", f"arc_easy,{tmp_path}/mine.yaml"]) == 0
+    (tmp_path / "v2.yaml").write_text("task: mine  # not v2\nprocess_docs: !function utils.process\n")
+    (tmp_path / "all.yaml").write_text("group: ours\ntask: [mine]\n")
+    tasks = f"arc_easy,{tmp_path}/v2.yaml,{tmp_path}/all.yaml"
+    assert main(["evaluate", str(tmp_path / "in"), "--harness", tasks]) == 0
     assert capsys.readouterr().out == "mine: acc,none 0.5\n"
-    assert (seen["tasks"], seen["task_manager"]) == (["arc_easy", "mine"], [str(tmp_path)])
-    assert seen["model_args"]["dtype"] == "float32"
+    assert (seen["tasks"], seen["task_manager"]) == (["arc_easy", "mine", "ours"], [str(tmp_path)] * 2)
+    assert seen["model_args"] == {"pretrained": seen["model_args"]["pretrained"], "dtype": "float32"}
     assert seen["there"]
     assert not Path(seen["model_args"]["pretrained"]).exists(), "the export is removed when all is told"
+    (tmp_path / "v2.yaml").write_text("tasks: mine\n")
+    assert main(["evaluate", str(tmp_path / "in"), "--harness", tasks]) == 2
+    assert f"--harness {tmp_path}/v2.yaml names no task (KeyError('task')); write" in capsys.readouterr().err
+    for begins in (False, True):
+        settings = {"add_bos_token": begins, "bos_token": "!"}
+        tokenizer = Tokenizer.train(["a"], 257)
+        tokenizer.begin_with("!" if begins else None)
+        tokenizer.save(tmp_path / "in/tokenizer.json")
+        (tmp_path / "in/tokenizer_config.json").write_text(json.dumps(settings))
+        assert main(["evaluate", str(tmp_path / "in"), "--harness", "arc_easy"]) == 0
+        first = tokenizer.token_id("!" if begins else tokenizer.end_token)
+        assert seen["model_args"].items() >= {"add_bos_token": begins, "prefix_token_id": first}.items()
 
 
-def test_prepared_texts_are_no_model_and_not_called_damaged(tmp_path, capsys):
-    _write(tmp_path / "data", 10)
+def test_prepared_texts_are_no_model_and_a_model_is_no_data(tmp_path, capsys):
+    write_data(tmp_path / "data")
     (tmp_path / "data/manifest.json").write_text("{}\n")  # prepare's own
     for verb, *flags in (["evaluate"], ["generate"], ["export", "--to", "hf", str(tmp_path / "out")]):
         assert main([verb, str(tmp_path / "data"), *flags]) == 2
         assert f"{tmp_path}/data holds prepared texts, no model; give a run" in capsys.readouterr().err
+    assert main(["checkpoint", "verify", str(tmp_path / "data")]) == 2
+    assert f"{tmp_path}/data holds no checkpoint; give a run" in capsys.readouterr().err
+    with pytest.raises(
+        ConfigError, match="json: it describes prepared texts, no checkpoint; write the path of a whole"
+    ):
+        run_on_ranks(
+            tiny_job(tmp_path, tokens=tmp_path / "data", valid=None, eval_interval=0, resume=str(tmp_path / "data"))
+        )
+    write_hugging_face(LLAMA, tmp_path / "hf")
+    for flags, told in (
+        (["evaluate", "--data"], "hf is a folder without token files; give one of prepare's, as runs/data/mine/train"),
+        (["generate", "--tokenizer"], "hf' is no file; name a tokenizer.json or SentencePiece .model"),
+    ):
+        assert main([flags[0], str(tmp_path / "hf"), flags[1], str(tmp_path / "hf")]) == 2
+        assert told in capsys.readouterr().err

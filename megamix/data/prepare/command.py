@@ -25,6 +25,7 @@ def prepare_arguments(parser: Parser) -> None:
     )  # fmt: skip
     parser.add_argument("--vocab-size", metavar="N", type=int, help="tokens of a tokenizer that is trained (2048)")
     parser.add_argument("--end-token", metavar="TOKEN", help="ends each document, if the tokenizer's files do not say")
+    parser.add_argument("--begin-token", metavar="TOKEN", nargs="?", const="", help="begins each document, too (none)")
     parser.add_argument(
         "--valid-fraction", metavar="F", type=float, default=0.05, help="share of the documents kept apart (0.05)"
     )
@@ -49,7 +50,7 @@ def run_prepare(arguments: argparse.Namespace) -> Iterator[str]:
     vocab_size = 2048 if vocab_size is None and what == "train" else vocab_size
     try:
         request = Request(
-            tokenizer=TokenizerChoice(what, vocab_size, arguments.end_token),
+            tokenizer=TokenizerChoice(what, vocab_size, arguments.end_token, arguments.begin_token),
             valid_fraction=arguments.valid_fraction,
             text_key=arguments.text_key,
             num_workers=arguments.workers,

@@ -189,7 +189,7 @@ def _write(
         split=split,
         max_bad_records=request.max_bad_records,
     )
-    vocab_size, end_of_text = tokenizer.vocab_size, tokenizer.end_of_text
+    vocab_size, end_of_text, begin = tokenizer.vocab_size, tokenizer.end_of_text, tokenizer.begin
     del tokenizer  # each worker opens the tokenizer itself
     reports = _encode(unfinished, job, plan, num_workers, request, progress)
     bad_records = [line for report in reports for line in report.left_out]
@@ -202,8 +202,7 @@ def _write(
         raise ValueError(f"{corpus.flag} holds no text, only {found}; {fix}")
     progress.begin("joining the pieces")
     counts = merge_pieces(job, reports, result, vocab_size)
-    for file in path.parent.iterdir():
-        shutil.copyfile(file, result / file.name)
+    shutil.copytree(path.parent, result, copy_function=shutil.copyfile, dirs_exist_ok=True)
     if bad_records:
         write_lines(result / BAD_RECORDS_NAME, bad_records)
     is_sampled = request.tokenizer.what == TRAIN and plan.num_bytes > TRAIN_BYTES
@@ -211,13 +210,15 @@ def _write(
         "vocab_size": vocab_size,  # may be below the wanted size: a small corpus has few pairs
         **({"tokenizer_bytes": TRAIN_BYTES} if is_sampled else {}),
         "end_token": {"text": job.end_token, "id": end_of_text},
+        **({"begin": begin} if begin else {}),  # ids before each document
         "parts": counts,
         "num_empty": num_empty,
         "num_bad_records": len(bad_records),
         "lost": count_losses(bad_records, plan.full_bytes),
         "outputs": {
-            file.name: {"num_bytes": file.stat().st_size, "sha256": file_sha256(file)}
-            for file in sorted(result.iterdir())
+            str(file.relative_to(result)): {"num_bytes": file.stat().st_size, "sha256": file_sha256(file)}
+            for file in sorted(result.rglob("*"))
+            if file.is_file()
         },
     }
 

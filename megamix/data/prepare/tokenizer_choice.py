@@ -12,7 +12,8 @@ from megamix.data.prepare.records import Document
 from megamix.data.prepare.split import DocumentInPart, Split
 from megamix.data.steady_file import file_fingerprint
 from megamix.data.text_tokenizer import TextTokenizer
-from megamix.data.tokenizer import END_OF_TEXT, Tokenizer, open_tokenizer, save_tokenizer
+from megamix.data.tokenizer import END_OF_TEXT, MIN_VOCAB_SIZE, Tokenizer, open_tokenizer, save_tokenizer
+from megamix.data.tokenizer_files import tokenizer_files
 from megamix.data.tokenizer_kinds import ByteTokenizer
 from megamix.durable import folder_aside
 from megamix.progress import ProgressLine
@@ -40,23 +41,29 @@ class TokenizerChoice:
     what: str
     vocab_size: int | None = None  # size of a tokenizer that is trained; otherwise None
     end_token: str | None = None  # end token in a file of a tokenizer; None: the file's own
+    begin_token: str | None = None  # begins each document; "": the one that the tokenizer's files name; None: no token
 
     def __post_init__(self) -> None:
         if self.what == TRAIN:
             if self.vocab_size is None:
                 raise ValueError("--tokenizer train needs --vocab-size")
-            Tokenizer.check_vocab_size(self.vocab_size)
+            if self.vocab_size < MIN_VOCAB_SIZE:
+                raise ValueError(
+                    f"--vocab-size {self.vocab_size} is too small: 256 bytes and {END_OF_TEXT} need {MIN_VOCAB_SIZE}; "
+                    f"give at least {MIN_VOCAB_SIZE}"
+                )
         elif self.vocab_size is not None:
             raise ValueError(
                 f"--vocab-size {self.vocab_size} is the size of a tokenizer that is trained; leave it out for "
                 f"--tokenizer {self.what}"
             )
         if self.what in (TRAIN, BYTES):
-            if self.end_token is not None:
-                raise ValueError(
-                    f"--end-token {self.end_token} is for the file of a tokenizer; with --tokenizer {self.what} it is "
-                    f"{END_OF_TEXT}: leave it out"
-                )
+            for flag, token in (("--end-token", self.end_token), ("--begin-token", self.begin_token)):
+                if token is not None:
+                    raise ValueError(
+                        f"{flag} {token} is for the file of a tokenizer; with --tokenizer {self.what} a document only "
+                        f"ends, with {END_OF_TEXT}: leave it out"
+                    )
         else:
             self.open_file()
 
@@ -69,12 +76,19 @@ class TokenizerChoice:
             )
         tokenizer = open_tokenizer(Path(self.what), self.end_token)
         assert tokenizer.end_of_text >= 0
+        tokenizer.begin_with(self.begin_token)
         return tokenizer
 
     def manifest(self) -> dict[str, Any]:
         if self.what in (TRAIN, BYTES):
             return {"tokenizer": self.what, "vocab_size": self.vocab_size}
-        return {"tokenizer": file_fingerprint(Path(self.what)), "end_token": self.open_file().end_token}
+        tokenizer, path = self.open_file(), Path(self.what)
+        request: dict[str, Any] = {"tokenizer": file_fingerprint(path), "end_token": tokenizer.end_token}
+        if tokenizer.begin:
+            request["begin_token"] = tokenizer.begin_token
+        if beside := [file_fingerprint(file) for file in tokenizer_files(path).values() if file != path]:
+            request["tokenizer_files"] = beside
+        return request
 
 
 def make_tokenizer(choice: TokenizerChoice, plan: Plan, text_key: str, split: Split, folder: Path) -> Path:
@@ -91,7 +105,7 @@ def make_tokenizer(choice: TokenizerChoice, plan: Plan, text_key: str, split: Sp
         else:
             tokenizer = choice.open_file()
         with folder_aside(folder) as aside:
-            save_tokenizer(tokenizer, aside)
+            save_tokenizer(tokenizer, aside, None if choice.what in (TRAIN, BYTES) else Path(choice.what))
     return next(path for path in folder.iterdir() if path.name in ("tokenizer.json", "tokenizer.model"))
 
 

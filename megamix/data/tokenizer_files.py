@@ -1,0 +1,80 @@
+"""The files of a tokenizer, by their names in Hugging Face folders: vocabularies, settings, chat templates."""
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megamix.durable import write_text
+
+TOKENIZER, SENTENCEPIECE = "tokenizer.json", "tokenizer.model"
+_VOCABULARIES = (TOKENIZER, SENTENCEPIECE, "added_tokens.json", "vocab.json", "merges.txt", "vocab.txt")
+SETTINGS, _SPECIAL_TOKENS = "tokenizer_config.json", "special_tokens_map.json"
+_BESIDE = (SETTINGS, _SPECIAL_TOKENS, "chat_template.jinja", "additional_chat_templates/*.jinja")
+
+
+def tokenizer_files(place: Path) -> dict[str, Path]:
+    """Return a tokenizer's files by their usual names. `place`: its folder, or a file. It may have another
+    name; then only settings and templates are its own if the folder has a vocabulary of the usual name, too.
+
+    Raises: ValueError for a link to a file elsewhere: a folder from the net must not make its user publish a file of
+    the user's own. In a cache of Hugging Face links lead to `blobs` beside `snapshots`.
+    """
+    folder = place.parent if place.is_file() else place
+    usual = SENTENCEPIECE if place.suffix == ".model" else TOKENIZER
+    named = {usual: place} if place.is_file() and place.name != usual else {}
+    names = _BESIDE if named and (folder / usual).exists() else (*_VOCABULARIES, *_BESIDE)
+    paths = [path for name in names for path in sorted(folder.glob(name))]
+    inside = folder.resolve()
+    for path, real in zip(paths, map(Path.resolve, paths), strict=True):
+        if not real.is_relative_to(inside) and real.parent != inside.parent.parent / "blobs":
+            raise ValueError(f"{path} is a link to {real}, which is outside the folder; copy that file in its place")
+    found = {str(path.relative_to(folder)): path for path in paths}
+    return found | named  # which may be a link: the user has named it
+
+
+def copy_files(place: Path, output: Path) -> None:
+    """Copy a tokenizer's files to their usual names. Settings that name code, or files elsewhere, stay behind."""
+    for name, path in tokenizer_files(place).items():
+        (output / name).parent.mkdir(exist_ok=True)
+        shutil.copyfile(path, output / name)
+    settings = _table(output / SETTINGS)
+    stays = ("auto_map", "name_or_path", "_file", "_files")  # transformers writes name_or_path whenever it loads
+    if any(key.endswith(stays) for key in settings):
+        _write(output / SETTINGS, {key: value for key, value in settings.items() if not key.endswith(stays)})
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    """Return a folder's settings of its tokenizer, special tokens among them, as transformers reads them."""
+    settings, tokens = _table(folder / SETTINGS), _table(folder / _SPECIAL_TOKENS)
+    return tokens | settings if "added_tokens_decoder" in settings else settings | tokens
+
+
+def change_settings(folder: Path, changes: Mapping[str, Any]) -> None:
+    """Write changes to a folder's settings of its tokenizer, where these say something else."""
+    for name in (SETTINGS, _SPECIAL_TOKENS):
+        table = _table(folder / name)
+        keys = [key for key in changes if special_token(table, key) != changes[key]]
+        if told := {key: changes[key] for key in keys if name == SETTINGS or key in table}:
+            _write(folder / name, table | told)
+
+
+def special_token(settings: Mapping[str, Any], key: str) -> Any:
+    """Return a special token of the settings, where it is a text, or an object with the text as its content; "" if
+    there is none.
+    """
+    token = settings.get(key)
+    return token.get("content") if isinstance(token, dict) else token or ""
+
+
+def _table(path: Path) -> dict[str, Any]:
+    """Return the table of a JSON file; none if there is no file. Raises: ValueError if it holds something else."""
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path} holds no JSON table ({error}); copy it again") from error
+
+
+def _write(path: Path, table: Mapping[str, Any]) -> None:
+    write_text(path, json.dumps(table, indent=1, ensure_ascii=False) + "\n")
