@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from megamix.data import import_extra
 from megamix.data.text_tokenizer import TextTokenizer
 from megamix.data.tokenizer_bulk import bulk_encoder
-from megamix.data.tokenizer_files import TOKENIZER, change_settings, copy_files, read_settings, special_token
+from megamix.data.tokenizer_files import copy_files, read_settings, save_settings, special_token
 from megamix.data.tokenizer_kinds import ByteTokenizer, SentencePieceTokenizer
 from megamix.durable import write_text
 
@@ -47,20 +47,6 @@ def save_tokenizer(tokenizer: TextTokenizer, folder: Path, source: Path | None =
             path.unlink()
     tokenizer.save(folder / tokenizer.file_name)
     save_settings(tokenizer, folder)
-
-
-def save_settings(tokenizer: TextTokenizer, folder: Path) -> None:
-    """Write to a folder's settings how a document begins and ends."""
-    kind = "PreTrainedTokenizerFast" if tokenizer.file_name == TOKENIZER else "LlamaTokenizer"
-    settings = read_settings(folder)
-    changes = {
-        "tokenizer_class": settings.get("tokenizer_class", kind),
-        "eos_token": tokenizer.end_token or None,
-        "bos_token": tokenizer.begin_token if tokenizer.begin else None,
-        "add_bos_token": bool(tokenizer.begin) if tokenizer.begin_token else None,
-        "add_eos_token": False if settings.get("add_eos_token") else None,  # a prompt goes on
-    }
-    change_settings(folder, {key: value for key, value in changes.items() if value is not None})
 
 
 class Tokenizer(TextTokenizer):
@@ -112,12 +98,11 @@ class Tokenizer(TextTokenizer):
         Raises: ValueError if the file is missing or no tokenizer, or `tokenizers` is not installed.
         """
         tokenizers = import_extra("tokenizers", "tokenizers")
-        if not path.is_file():
-            raise ValueError(f"tokenizer {str(path)!r} is no file; name a tokenizer.json or SentencePiece .model")
         try:
             tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises a bare Exception for any file it cannot read
-            raise ValueError(f"tokenizer {str(path)!r} is no tokenizer.json ({error}); write it again") from error
+            told = f"tokenizer {str(path)!r} is no tokenizer.json ({error})"
+            raise ValueError(f"{told}; name a tokenizer.json or SentencePiece .model") from error
         settings = read_settings(path.parent)
         return cls(tokenizer, end_token or special_token(settings, "eos_token"), special_token(settings, "bos_token"))
 

@@ -6,32 +6,32 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megamix.data.text_tokenizer import TextTokenizer
 from megamix.durable import write_text
 
-TOKENIZER, SENTENCEPIECE = "tokenizer.json", "tokenizer.model"
-_VOCABULARIES = (TOKENIZER, SENTENCEPIECE, "added_tokens.json", "vocab.json", "merges.txt", "vocab.txt")
-SETTINGS, _SPECIAL_TOKENS = "tokenizer_config.json", "special_tokens_map.json"
-_BESIDE = (SETTINGS, _SPECIAL_TOKENS, "chat_template.jinja", "additional_chat_templates/*.jinja")
+TOKENIZER, SP_MODEL = "tokenizer.json", "tokenizer.model"
+_VOCABULARIES = (TOKENIZER, SP_MODEL, "added_tokens.json", "vocab.json", "merges.txt", "vocab.txt")
+_SETTINGS, _SPECIAL_TOKENS = "tokenizer_config.json", "special_tokens_map.json"
+_BESIDE = (_SETTINGS, _SPECIAL_TOKENS, "chat_template.jinja", "additional_chat_templates/*.jinja")
 
 
 def tokenizer_files(place: Path) -> dict[str, Path]:
-    """Return a tokenizer's files by their usual names. `place`: its folder, or a file. It may have another
-    name; then only settings and templates are its own if the folder has a vocabulary of the usual name, too.
+    """Return a tokenizer's files by their usual names. `place`: its folder, or a file, which may have another
+    name; then a vocabulary of a usual name in its folder, and what belongs to that, are another tokenizer's.
 
-    Raises: ValueError for a link to a file elsewhere: a folder from the net must not make its user publish a file of
-    the user's own. In a cache of Hugging Face links lead to `blobs` beside `snapshots`.
+    Raises: ValueError for a link to a file elsewhere that the user has not named: a folder from the net must not make
+    its user publish a file of the user's own. In a cache of Hugging Face links lead to `blobs` beside `snapshots`.
     """
     folder = place.parent if place.is_file() else place
-    usual = SENTENCEPIECE if place.suffix == ".model" else TOKENIZER
+    usual = SP_MODEL if place.suffix == ".model" else TOKENIZER
     named = {usual: place} if place.is_file() and place.name != usual else {}
-    names = _BESIDE if named and (folder / usual).exists() else (*_VOCABULARIES, *_BESIDE)
-    paths = [path for name in names for path in sorted(folder.glob(name))]
+    is_other = named and any((folder / name).exists() for name in (TOKENIZER, SP_MODEL))
+    paths = [path for name in (*(() if is_other else _VOCABULARIES), *_BESIDE) for path in sorted(folder.glob(name))]
     inside = folder.resolve()
     for path, real in zip(paths, map(Path.resolve, paths), strict=True):
-        if not real.is_relative_to(inside) and real.parent != inside.parent.parent / "blobs":
+        if not real.is_relative_to(inside) and real.parent != inside.parent.parent / "blobs" and path != place:
             raise ValueError(f"{path} is a link to {real}, which is outside the folder; copy that file in its place")
-    found = {str(path.relative_to(folder)): path for path in paths}
-    return found | named  # which may be a link: the user has named it
+    return {str(path.relative_to(folder)): path for path in paths} | named
 
 
 def copy_files(place: Path, output: Path) -> None:
@@ -39,24 +39,31 @@ def copy_files(place: Path, output: Path) -> None:
     for name, path in tokenizer_files(place).items():
         (output / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(path, output / name)
-    settings = _table(output / SETTINGS)
     stays = ("auto_map", "name_or_path", "_file", "_files")  # transformers writes name_or_path whenever it loads
-    if any(key.endswith(stays) for key in settings):
-        _write(output / SETTINGS, {key: value for key, value in settings.items() if not key.endswith(stays)})
+    if settings := _table(output / _SETTINGS):
+        _write(output / _SETTINGS, {key: value for key, value in settings.items() if not key.endswith(stays)})
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """Return a folder's settings of its tokenizer, special tokens among them, as transformers reads them."""
-    settings, tokens = _table(folder / SETTINGS), _table(folder / _SPECIAL_TOKENS)
-    return tokens | settings if "added_tokens_decoder" in settings else settings | tokens
+    """Return a folder's settings of its tokenizer, special tokens among them."""
+    return _table(folder / _SPECIAL_TOKENS) | _table(folder / _SETTINGS)
 
 
-def change_settings(folder: Path, changes: Mapping[str, Any]) -> None:
-    """Write changes to a folder's settings of its tokenizer, where these say something else."""
-    for name in (SETTINGS, _SPECIAL_TOKENS):
+def save_settings(tokenizer: TextTokenizer, folder: Path) -> None:
+    """Write to a folder's settings how a document begins and ends, where they say something else."""
+    settings = read_settings(folder)
+    kind = "PreTrainedTokenizerFast" if tokenizer.file_name == TOKENIZER else "LlamaTokenizer"
+    changes = {
+        "tokenizer_class": settings.get("tokenizer_class", kind),
+        "eos_token": tokenizer.end_token or None,
+        "bos_token": tokenizer.begin_token if tokenizer.begin else None,
+        "add_bos_token": bool(tokenizer.begin) if tokenizer.begin_token else None,
+        "add_eos_token": False if settings.get("add_eos_token") else None,  # a prompt goes on
+    }
+    for name in (_SETTINGS, _SPECIAL_TOKENS):
         table = _table(folder / name)
-        keys = [key for key in changes if special_token(table, key) != changes[key]]
-        if told := {key: changes[key] for key in keys if name == SETTINGS or key in table}:
+        keys = [key for key in changes if changes[key] not in (None, special_token(table, key))]
+        if told := {key: changes[key] for key in keys if name == _SETTINGS or key in table}:
             _write(folder / name, table | told)
 
 

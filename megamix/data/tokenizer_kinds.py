@@ -32,6 +32,10 @@ class ByteTokenizer(TextTokenizer):
     def token_id(self, token: str) -> int | None:
         return 256 if token == self.end_token else None
 
+    def begin_with(self, token: str | None) -> None:
+        if token is not None:
+            raise ValueError(f"--begin-token {token!r}: a tokenizer of bytes has none; leave it out")
+
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 

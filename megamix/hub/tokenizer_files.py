@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megamix.data.tokenizer import open_tokenizer, save_settings
-from megamix.data.tokenizer_files import SENTENCEPIECE, SETTINGS, TOKENIZER, copy_files, read_settings, special_token
+from megamix.data.tokenizer import open_tokenizer
+from megamix.data.tokenizer_files import SP_MODEL, TOKENIZER, copy_files, read_settings, save_settings, special_token
 from megamix.durable import write_text
 from megamix.hub.place import CONFIG, read_json
 
@@ -17,13 +17,13 @@ _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 def tokenizer_in(folder: Path) -> Path | None:
     """Return the folder's tokenizer.json, else its tokenizer.model; None if it has neither."""
-    return next((folder / name for name in (TOKENIZER, SENTENCEPIECE) if (folder / name).is_file()), None)
+    return next((folder / name for name in (TOKENIZER, SP_MODEL) if (folder / name).is_file()), None)
 
 
 def copy_tokenizer(place: Path, output: Path) -> None:
     """Copy the files of a tokenizer to `output`. A tokenizer.json without settings gets those that it needs."""
     copy_files(place, output)
-    if (output / TOKENIZER).is_file() and not (output / SETTINGS).exists():
+    if (output / TOKENIZER).is_file() and not read_settings(output):
         with contextlib.suppress(ValueError):  # it cannot be opened here
             save_settings(open_tokenizer(output / TOKENIZER), output)
 
@@ -58,6 +58,4 @@ def special_ids(folder: Path, tokenizer: Path | None) -> dict[str, Any]:
 def end_ids(ids: Mapping[str, Any]) -> tuple[int, ...]:
     """Return the tokens that end a text."""
     end = ids["eos_token_id"]
-    if end is None:
-        return ()
-    return tuple(end) if isinstance(end, list) else (end,)
+    return tuple(end) if isinstance(end, list) else () if end is None else (end,)

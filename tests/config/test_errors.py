@@ -267,7 +267,7 @@ WRONG_COMMANDS = {
     # a job's files
     "train job.toml optimizer.lr=-1 training.global_batch_size=7 data.train=nowhere data.tokenizer=gpt2": (
         "job.toml: 4 problems\n  optimizer.lr: got -1 .. global_batch_size: got 7 .. data.train = 'nowhere' .. "
-        "data.tokenizer: tokenizer 'gpt2' is no file; name a tokenizer.json .. leave the key out"
+        "data.tokenizer: tokenizer 'gpt2' is no tokenizer.json .. ; name a tokenizer.json .. leave the key out"
     ),
     "train job.toml data.train=nowhere data.valid=5": "job.toml: 1 problem\n  data.valid: got 5",
     "train job.toml training.global_batch_size=7 --check": "job.toml: 1 problem\n  training.global_batch_size: got 7",

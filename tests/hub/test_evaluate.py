@@ -182,7 +182,7 @@ def test_prepared_texts_are_no_model_and_a_model_is_no_data(tmp_path, capsys):
     write_hugging_face(LLAMA, tmp_path / "hf")
     for flags, told in (
         (["evaluate", "--data"], "hf is a folder without token files; give one of prepare's, as runs/data/mine/train"),
-        (["generate", "--tokenizer"], "hf' is no file; name a tokenizer.json or SentencePiece .model"),
+        (["generate", "--tokenizer"], "hf' is no tokenizer.json (Is a directory"),
     ):
         assert main([flags[0], str(tmp_path / "hf"), flags[1], str(tmp_path / "hf")]) == 2
         assert told in capsys.readouterr().err

@@ -60,7 +60,7 @@ def test_what_is_wrong_is_named(tmp_path, capsys):
     write_data(tmp_path / "data", tokenizer=True)
     tokenizer = ["--tokenizer", str(tmp_path / "data/tokenizer.json")]
     for flag, value, told in (
-        ("--tokenizer", str(tmp_path / "none.json"), "none.json' is no file"),
+        ("--tokenizer", str(tmp_path / "none.json"), "none.json' is no tokenizer.json (No such file"),
         ("--top-p", "0", "top_p must be above 0 and at most 1 (all tokens), got 0.0"),
         ("--temperature", "-1", "temperature must be 0 (likeliest token) or 1e-06 and more, got -1.0"),
         ("--max-new-tokens", "-50", "max_new_tokens must be at least 1, got -50"),

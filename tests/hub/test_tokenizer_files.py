@@ -12,6 +12,7 @@ from tokenizers.processors import TemplateProcessing
 from megamix.builders.data import data_warnings
 from megamix.cli import main
 from megamix.data.tokenizer import Tokenizer, open_tokenizer
+from megamix.data.tokenizer_kinds import ByteTokenizer
 from megamix.hub.convert import export_model, import_model
 from megamix.hub.source import open_source
 from megamix.hub.tokenizer_files import copy_tokenizer
@@ -151,18 +152,24 @@ def test_sentencepiece_begins_as_it_was_trained(tmp_path, theirs, begin):
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
+        (
+            ["--tokenizer", "bytes.json", "--begin-token"],
+            "--begin-token '': a tokenizer of bytes has none; leave",
+        ),
         (["--begin-token", "<no>"], "--begin-token: '<no>' is not in the tokenizer's vocabulary; name"),
         (["--begin-token"], "--begin-token: the tokenizer's files name none; name"),
         (
             ["--tokenizer", "bytes", "--begin-token"],
-            "--begin-token  is for the file of a tokenizer; with --tokenizer bytes",
+            "--begin-token '' is for the file of a tokenizer; with --tokenizer",
         ),
     ],
 )
-def test_a_begin_token_that_nobody_knows_is_refused(tmp_path, theirs, capsys, flags, told):
+def test_a_begin_token_that_nobody_knows_is_refused(tmp_path, theirs, monkeypatch, capsys, flags, told):
+    monkeypatch.chdir(tmp_path)
     own = tokenizers.Tokenizer.from_file(str(theirs / "tokenizer.json"))
     own.post_processor = None
     own.save(str(tmp_path / "plain.json"))
+    ByteTokenizer().save(tmp_path / "bytes.json")
     flags = ["--tokenizer", str(tmp_path / "plain.json"), *flags]
     assert main(["prepare", "--input", str(tmp_path / "texts"), "--output", str(tmp_path / "data"), *flags]) == 2
     assert told in capsys.readouterr().err

@@ -45,9 +45,7 @@ class TokenizerChoice:
 
     def __post_init__(self) -> None:
         if self.what == TRAIN:
-            if self.vocab_size is None:
-                raise ValueError("--tokenizer train needs --vocab-size")
-            if self.vocab_size < MIN_VOCAB_SIZE:
+            if (self.vocab_size or 0) < MIN_VOCAB_SIZE:
                 raise ValueError(
                     f"--vocab-size {self.vocab_size} is too small: 256 bytes and {END_OF_TEXT} need {MIN_VOCAB_SIZE}; "
                     f"give at least {MIN_VOCAB_SIZE}"
@@ -61,7 +59,7 @@ class TokenizerChoice:
             for flag, token in (("--end-token", self.end_token), ("--begin-token", self.begin_token)):
                 if token is not None:
                     raise ValueError(
-                        f"{flag} {token} is for the file of a tokenizer; with --tokenizer {self.what} a document only "
+                        f"{flag} {token!r} is for the file of a tokenizer; with --tokenizer {self.what} a document only "
                         f"ends, with {END_OF_TEXT}: leave it out"
                     )
         else:
