@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable, Iterable, Sequence
-from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -68,8 +67,7 @@ class Tokenizer(TextTokenizer):
         known = (token for token in _END_TOKENS if tokenizer.token_to_id(token) is not None)
         self.end_token = end_token or next(known, "")
         text = tokenizer.encode("a" if tokenizer.num_special_tokens_to_add(is_pair=False) else "")
-        before = takewhile(lambda pair: pair[1], zip(text.ids, text.special_tokens_mask, strict=True))
-        self.begin = tuple(token_id for token_id, _ in before)
+        self.begin = tuple(text.ids[: [*text.special_tokens_mask, 0].index(0)])
         self.begin_token = begin_token or "".join(str(tokenizer.id_to_token(it)) for it in self.begin[:1])
 
     @classmethod
@@ -114,10 +112,8 @@ class Tokenizer(TextTokenizer):
             from tokenizers.processors import TemplateProcessing
 
             first = [self.begin_token] if self.begin else []
-            special = [*zip(first, self.begin, strict=True)]
-            self._tokenizer.post_processor = TemplateProcessing(
-                single=[*first, "$A"], pair=[*first, "$A", *first, "$B"], special_tokens=special
-            )
+            pair, special = [*first, "$A", *first, "$B"], [*zip(first, self.begin, strict=True)]
+            self._tokenizer.post_processor = TemplateProcessing([*first, "$A"], pair, special)
 
     def save(self, path: Path) -> None:
         write_text(path, self._tokenizer.to_str(pretty=True))

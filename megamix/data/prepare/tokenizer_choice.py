@@ -59,8 +59,8 @@ class TokenizerChoice:
             for flag, token in (("--end-token", self.end_token), ("--begin-token", self.begin_token)):
                 if token is not None:
                     raise ValueError(
-                        f"{flag} {token!r} is for the file of a tokenizer; with --tokenizer {self.what} a document only "
-                        f"ends, with {END_OF_TEXT}: leave it out"
+                        f"{flag} {token!r} is for the file of a tokenizer; with --tokenizer {self.what} a document "
+                        f"only ends, with {END_OF_TEXT}: leave it out"
                     )
         else:
             self.open_file()
@@ -82,11 +82,9 @@ class TokenizerChoice:
             return {"tokenizer": self.what, "vocab_size": self.vocab_size}
         tokenizer, path = self.open_file(), Path(self.what)
         request: dict[str, Any] = {"tokenizer": file_fingerprint(path), "end_token": tokenizer.end_token}
-        if tokenizer.begin:
-            request["begin_token"] = tokenizer.begin_token
-        if beside := [file_fingerprint(file) for file in tokenizer_files(path).values() if file != path]:
-            request["tokenizer_files"] = beside
-        return request
+        request |= {"begin_token": tokenizer.begin_token} if tokenizer.begin else {}
+        beside = [file_fingerprint(file) for file in tokenizer_files(path).values() if file != path]
+        return request | ({"tokenizer_files": beside} if beside else {})
 
 
 def make_tokenizer(choice: TokenizerChoice, plan: Plan, text_key: str, split: Split, folder: Path) -> Path:
