@@ -67,7 +67,7 @@ class Tokenizer(TextTokenizer):
         known = (token for token in _END_TOKENS if tokenizer.token_to_id(token) is not None)
         self.end_token = end_token or next(known, "")
         text = tokenizer.encode("a" if tokenizer.num_special_tokens_to_add(is_pair=False) else "")
-        self.begin = tuple(text.ids[: [*text.special_tokens_mask, 0].index(0)])
+        self.begin = tuple(text.ids[: [*text.special_tokens_mask, 0].index(0)])  # the special tokens that come first
         self.begin_token = begin_token or "".join(str(tokenizer.id_to_token(it)) for it in self.begin[:1])
 
     @classmethod

@@ -26,7 +26,8 @@ def tokenizer_files(place: Path) -> dict[str, Path]:
     usual = SP_MODEL if place.suffix == ".model" else TOKENIZER
     named = {usual: place} if place.is_file() and place.name != usual else {}
     is_other = named and any((folder / name).exists() for name in (TOKENIZER, SP_MODEL))
-    paths = [path for name in (*(() if is_other else _VOCABULARIES), *_BESIDE) for path in sorted(folder.glob(name))]
+    names = _BESIDE if is_other else (*_VOCABULARIES, *_BESIDE)
+    paths = [path for name in names for path in sorted(folder.glob(name))]
     inside = folder.resolve()
     for path, real in zip(paths, map(Path.resolve, paths), strict=True):
         if not real.is_relative_to(inside) and real.parent != inside.parent.parent / "blobs" and path != place:

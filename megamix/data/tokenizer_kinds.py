@@ -91,7 +91,9 @@ class SentencePieceTokenizer(TextTokenizer):
 
     def _token(self, named: str, own: int) -> str:
         """Return a token that settings name, or else the piece of the model's own id; "" if it has none, either."""
-        return named if self.token_id(named) is not None else str(self._model.id_to_piece(own)) if own >= 0 else ""
+        if self.token_id(named) is not None:
+            return named
+        return str(self._model.id_to_piece(own)) if own >= 0 else ""
 
     def token_id(self, token: str) -> int | None:
         found = int(self._model.piece_to_id(token))

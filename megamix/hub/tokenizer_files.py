@@ -58,4 +58,6 @@ def special_ids(folder: Path, tokenizer: Path | None) -> dict[str, Any]:
 def end_ids(ids: Mapping[str, Any]) -> tuple[int, ...]:
     """Return the tokens that end a text."""
     end = ids["eos_token_id"]
-    return tuple(end) if isinstance(end, list) else () if end is None else (end,)
+    if end is None:
+        return ()
+    return tuple(end) if isinstance(end, list) else (end,)
