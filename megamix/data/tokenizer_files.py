@@ -10,14 +10,16 @@ from megamix.data.text_tokenizer import TextTokenizer
 from megamix.durable import write_text
 
 TOKENIZER, SP_MODEL = "tokenizer.json", "tokenizer.model"
-_VOCABULARIES = (TOKENIZER, SP_MODEL, "added_tokens.json", "vocab.json", "merges.txt", "vocab.txt")
 _SETTINGS, _SPECIAL_TOKENS = "tokenizer_config.json", "special_tokens_map.json"
-_BESIDE = (_SETTINGS, _SPECIAL_TOKENS, "chat_template.jinja", "additional_chat_templates/*.jinja")
+_FILES = (
+    TOKENIZER, SP_MODEL, "added_tokens.json", "vocab.json", "merges.txt", "vocab.txt",
+    _SETTINGS, _SPECIAL_TOKENS, "chat_template.jinja", "additional_chat_templates/*.jinja",
+)  # fmt: skip
 
 
 def tokenizer_files(place: Path) -> dict[str, Path]:
-    """Return a tokenizer's files by their usual names. `place`: its folder, or a file, which may have another
-    name; then a vocabulary of a usual name in its folder, and what belongs to that, are another tokenizer's.
+    """Return a tokenizer's files by their usual names. `place`: its folder, or a file, which may have another name;
+    if a vocabulary of a usual name lies beside it, the other files of the folder belong to that one.
 
     Raises: ValueError for a link to a file elsewhere that the user has not named: a folder from the net must not make
     its user publish a file of the user's own. In a cache of Hugging Face links lead to `blobs` beside `snapshots`.
@@ -25,9 +27,9 @@ def tokenizer_files(place: Path) -> dict[str, Path]:
     folder = place.parent if place.is_file() else place
     usual = SP_MODEL if place.suffix == ".model" else TOKENIZER
     named = {usual: place} if place.is_file() and place.name != usual else {}
-    is_other = named and any((folder / name).exists() for name in (TOKENIZER, SP_MODEL))
-    names = _BESIDE if is_other else (*_VOCABULARIES, *_BESIDE)
-    paths = [path for name in names for path in sorted(folder.glob(name))]
+    if named and any((folder / name).exists() for name in (TOKENIZER, SP_MODEL)):
+        return named
+    paths = [path for name in _FILES for path in sorted(folder.glob(name))]
     inside = folder.resolve()
     for path, real in zip(paths, map(Path.resolve, paths), strict=True):
         if not real.is_relative_to(inside) and real.parent != inside.parent.parent / "blobs" and path != place:

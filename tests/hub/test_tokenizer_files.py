@@ -50,18 +50,8 @@ def theirs(tmp_path):
 
 
 def _prepare(folder, tokenizer, *flags):
-    flags = [
-        "--tokenizer",
-        str(tokenizer),
-        "--output",
-        str(folder / "data"),
-        "--workers",
-        "1",
-        "--valid-fraction",
-        "0",
-        *flags,
-    ]
-    assert main(["prepare", "--input", str(folder / "texts"), *flags]) == 0
+    fixed = ["--workers=1", "--valid-fraction=0", f"--tokenizer={tokenizer}", f"--output={folder / 'data'}"]
+    assert main(["prepare", "--input", str(folder / "texts"), *fixed, *flags]) == 0
     return np.fromfile(folder / "data/train.bin", "<u2").tolist()
 
 
@@ -121,6 +111,9 @@ def test_another_end_and_another_name_of_the_file_are_told_to_transformers(tmp_p
     found = _loaded(tmp_path / "data")
     assert (found.eos_token, found.pad_token, found.model_max_length) == ("<mine>", "<pad>", 128)
     assert found.convert_tokens_to_ids("<extra>") == 296  # by added_tokens.json
+    Tokenizer.train(TEXTS, 300).save(theirs / "tokenizer.json")  # now the settings are that one's
+    copy_tokenizer(theirs / "mine.json", tmp_path)
+    assert not (tmp_path / "chat_template.jinja").exists()
 
 
 def test_a_model_of_others_keeps_the_rule_of_its_tokenizer(tmp_path, theirs):
