@@ -16,8 +16,8 @@ PACKAGE = ROOT / "megamix"
 # `tools` and `tools.verify` are empty `__init__.py`; `command` is each room's command.py, `__init__` the facade, which
 # nobody inside imports.
 LAYERS = [
-    "axes clock tuned durable interrupt live_storage values machine names progress schedules settings starter tools"
-    " tools.verify",
+    "axes clock tuned durable git_lfs interrupt live_storage values machine names progress schedules settings starter"
+    " tools tools.verify",
     "beside plugins comm",
     "config mixed_precision data",
     "checkpoint model",

@@ -17,6 +17,7 @@ from pydantic import AfterValidator, Field, PositiveInt, model_validator
 from pydantic_core.core_schema import ValidationInfo
 
 from megamix.config.model_and_data import FamilyConfig, Recompute, Text
+from megamix.git_lfs import refuse_pointer
 from megamix.plugins import FAMILIES
 
 _UNREAD = ("auto_map", "return_dict")  # keys that name code, or the form of results
@@ -57,8 +58,9 @@ def architecture(text: str) -> Any:
 
 def _text_in(folder: str) -> str:
     """Return the text of a folder's config.json on one line. Raises: OSError; ValueError for another content."""
-    text = Path(folder, "config.json").read_text(encoding="utf-8")
-    return json.dumps(json.loads(text), separators=(",", ":"), sort_keys=True)
+    path = Path(folder, "config.json")
+    refuse_pointer(path)
+    return json.dumps(json.loads(path.read_text(encoding="utf-8")), separators=(",", ":"), sort_keys=True)
 
 
 def _known(text: str) -> str:

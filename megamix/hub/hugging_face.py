@@ -1,5 +1,6 @@
 """A Hugging Face folder: config.json and safetensors, in one file or in shards, read box by box."""
 
+import logging
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,17 +10,20 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from megamix.checkpoint.boxes import Box
+from megamix.checkpoint.boxes import Box, sub_boxes
 from megamix.checkpoint.manifest import naming
+from megamix.git_lfs import refuse_pointer
 from megamix.hub.links import Link, formats, links_of, their_shapes
 from megamix.hub.place import CONFIG, read_json
-from megamix.model.formats import OTHERS, Format, shown
+from megamix.model.formats import OTHERS, Format, Keys, shown
 
+log = logging.getLogger("megamix")
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 _FLOATS = ("F32", "F16", "BF16")
 _TOLD = 8  # tensors that a message names
 # Buffers that older versions of transformers saved beside the weights; they follow from the configuration.
 _NOT_WEIGHTS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|attn\.bias|attn\.masked_bias)$")
+_WRAPPERS = re.compile(r"^(module\.)+|\b_orig_mod\.")  # of DistributedDataParallel and torch.compile
 
 
 class HuggingFaceWeights:
@@ -30,23 +34,25 @@ class HuggingFaceWeights:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self.json = read_json(folder / CONFIG)
+        self.json = Keys(read_json(folder / CONFIG))
         self.form = _format(self.json, folder)
         with naming(folder):
             self.config = self.form.read(self.json)
         self._files = _open(folder, _file_names(folder))  # kept open, so each header is parsed once
         # safe_open's file is no mapping: it has keys(), and cannot be iterated.
-        self._file_of = {name: file for file, opened in self._files.items() for name in opened.keys()}  # noqa: SIM118
+        places = [(file, name) for file, opened in self._files.items() for name in opened.keys()]  # noqa: SIM118
+        self._place_of = {_WRAPPERS.sub("", name): (file, name) for file, name in places}
         # A model saved without its head has names without the prefix.
-        based = any(name.startswith(self.form.base) for name in self._file_of)
+        based = any(name.startswith(self.form.base) for name in self._place_of)
         self._base = "" if based else self.form.base
-        shapes = {name: tuple(self._slice(name).get_shape()) for name in self._file_of}
+        shapes = {name: tuple(self._slice(name).get_shape()) for name in self._place_of}
         with naming(folder):
             links = links_of(self.form, self.config)
         self._links: dict[str, list[Link]] = {}
         for link in links:
             self._links.setdefault(link.ours, []).append(link)
         self._check_tensors(links, shapes)
+        self._tell()
 
     def read(self, param: str, box: Box) -> Tensor:
         """Return a box of one of our parameters. Shapes: FP32 (*box.size)."""
@@ -68,17 +74,21 @@ class HuggingFaceWeights:
         return f"{link.theirs.removeprefix(self._base)} {list(theirs)}"
 
     def _slice(self, tensor: str) -> Any:
-        return self._files[self._file_of[tensor]].get_slice(tensor)
+        file, stored = self._place_of[tensor]
+        return self._files[file].get_slice(stored)
 
     def _check_tensors(self, links: list[Link], shapes: Mapping[str, tuple[int, ...]]) -> None:
         want = {name.removeprefix(self._base): shape for name, shape in their_shapes(links).items()}
         problems = [f"missing {name} {list(shape)}" for name, shape in want.items() if name not in shapes]
+        embedding = f"{self.form.places['embedding'].name}.weight".removeprefix(self._base)
+        head = f"{self.form.places['head'].name}.weight"
         for name, shape in shapes.items():
             dtype = self._slice(name).get_dtype()
-            # A tied head may be stored, too: it is the embedding once more.
-            tied = name == f"{self.form.places['head'].name}.weight" and self.config.tie_embeddings
             if name not in want:
-                if not tied and not _NOT_WEIGHTS.search(name):
+                if name == head and self.config.tie_embeddings and embedding in shapes:
+                    if not self._equal(head, embedding):
+                        problems.append(f"{head} is not {embedding}: write tie_word_embeddings = false into {CONFIG}")
+                elif not _NOT_WEIGHTS.search(name):
                     problems.append(f"unknown {name} {list(shape)}")
             elif shape != want[name]:
                 problems.append(f"{name} has shape {list(shape)}, config.json makes it {list(want[name])}")
@@ -90,11 +100,32 @@ class HuggingFaceWeights:
                 f"{self.folder}: the tensors are not those of its config.json: {'; '.join(problems[:_TOLD])}{more}"
             )
 
+    def _equal(self, one: str, other: str) -> bool:
+        first, second = self._slice(one), self._slice(other)
+        if (shape := first.get_shape()) != second.get_shape():
+            return False
+        whole = Box.whole(tuple(shape))
+        parts = (part.slices_in(whole) for part in sub_boxes(whole))
+        return all(torch.equal(first[part].float(), second[part].float()) for part in parts)
+
+    def _tell(self) -> None:
+        """Log what the folder holds and nobody reads."""
+        wrapped = [stored for name, (_, stored) in self._place_of.items() if name != stored]
+        buffers = [name for name in self._place_of if _NOT_WEIGHTS.search(name)]
+        for names, what in (
+            (wrapped, "names of tensors are read without the prefixes of wrappers"),
+            (buffers, f"buffers are not read, as they follow from {CONFIG}"),
+            (self.json.unread(), f"keys of {CONFIG} are not read"),
+        ):
+            if names:
+                log.warning("%s: %d %s: %s", self.folder, len(names), what, ", ".join(names[:_TOLD]))
+
 
 def _open(folder: Path, names: list[str]) -> dict[str, Any]:
     """Open the files; return them by name. Raises: ValueError naming one that is no safetensors file; OSError."""
     files = {}
     for name in names:
+        refuse_pointer(folder / name)
         with naming(folder / name):
             files[name] = safe_open(folder / name, "pt")
     return files

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from megamix.checkpoint.folder import CHECKPOINTS, MANIFEST, checkpoints
+from megamix.git_lfs import refuse_pointer
 
 CONFIG = "config.json"
 
@@ -35,6 +36,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Return the content of a JSON file of a Hugging Face folder. Raises: ValueError naming the file."""
     if not path.is_file():
         raise ValueError(f"{path} is missing; give a Hugging Face folder (hf download NAME --local-dir DIR)")
+    refuse_pointer(path)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:

@@ -14,11 +14,10 @@ from typing import Any
 from pydantic import ValidationError
 
 from megamix.config import DecoderConfig, ModelConfig, RopeScaling, model_problems
-from megamix.model.formats import OTHERS, Format, Json, Location, first_problem, shown
+from megamix.model.formats import OTHERS, Format, Json, Keys, Location, first_problem, shown
 from megamix.model.sizes import attention_scale, effective, head_dim, rotary_dim, window
 
 _GELU = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
-_MOST_LAYERS = 10_000  # whose lists, with an entry for each layer, are made
 # The sizes of the section [model], each with its key in config.json.
 GPT2_SIZES = {
     "vocab_size": "vocab_size", "seq_len": "n_positions", "hidden_size": "n_embd", "num_layers": "n_layer",
@@ -34,7 +33,7 @@ _DEFAULTS: dict[str, Any] = {
     "max_position_embeddings": 2048, "num_key_value_heads": None, "head_dim": None, "rms_norm_eps": 1e-6,
     "tie_word_embeddings": False, "attention_bias": False, "attention_out_bias": False, "mlp_bias": False,
     "sliding_window": 4096, "embedding_multiplier": 1.0, "residual_multiplier": 1.0, "attention_multiplier": 1.0,
-    "logits_scaling": 1.0, "attn_logit_softcapping": None, "final_logit_softcapping": None,
+    "logits_scaling": 1.0, "attn_logit_softcapping": None, "final_logit_softcapping": None, "rope_theta": 10000.0,
 }  # fmt: skip
 _GPT2 = {
     "embedding": Location("transformer.wte"),
@@ -96,11 +95,13 @@ _ROPE_KEYS = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_seq_len"),
     "yarn": ("factor", "beta_fast", "beta_slow", "attention_factor", "original_seq_len"),
 }
-_ROPE_NAMES = {"original_seq_len": "original_max_position_embeddings"}
+_ORIGINAL = "original_max_position_embeddings"
+_ROPE_NAMES = {"original_seq_len": _ORIGINAL}
 
 
 class GPT2Format(Format):
     def read(self, json: Json) -> ModelConfig:
+        json = Keys(json, {"n_inner": None})
         activation = json.get("activation_function", "gelu_new")
         problems = _unlike(json, "scale_attn_weights", True, (True,))
         problems += _unlike(json, "scale_attn_by_inverse_layer_idx", False, (False,))
@@ -108,7 +109,7 @@ class GPT2Format(Format):
         problems += _unlike(json, "activation_function", "gelu_new", tuple(_GELU))
         _refuse(json, problems)
         return _possible(self.config_of(
-            {"n_inner": None, **json}, norm="layernorm", position="learned",
+            json, norm="layernorm", position="learned",
             norm_eps=json.get("layer_norm_epsilon", 1e-5), activation=_GELU[activation], bias=True,
         ))  # fmt: skip
 
@@ -124,7 +125,7 @@ class GPT2Format(Format):
 class _Part:
     """A feature of some formats that takes more than a key to read or to write."""
 
-    def read(self, keys: dict[str, Any], given: dict[str, Any], problems: list[str]) -> None:
+    def read(self, keys: Keys, given: dict[str, Any], problems: list[str]) -> None:
         """Add to the section [model] what config.json says of the feature, and to `problems` reasons to refuse it. Take
         away keys that no other may see.
 
@@ -151,7 +152,7 @@ class _Windows(_Part):
     by_layer: bool = True
     switch: bool = False
 
-    def read(self, keys: dict[str, Any], given: dict[str, Any], problems: list[str]) -> None:
+    def read(self, keys: Keys, given: dict[str, Any], problems: list[str]) -> None:
         layers = _whole(keys, "num_hidden_layers", 1)
         size, kinds = keys["sliding_window"], keys.get("layer_types")
         if self.switch and not keys.get("use_sliding_window"):
@@ -191,7 +192,7 @@ class _Windows(_Part):
 class _Unrotated(_Part):
     """Layers without rotary positions, as SmolLM3 has."""
 
-    def read(self, keys: dict[str, Any], given: dict[str, Any], problems: list[str]) -> None:
+    def read(self, keys: Keys, given: dict[str, Any], problems: list[str]) -> None:
         layers, rotated = _whole(keys, "num_hidden_layers", 1), keys.get("no_rope_layers")
         if rotated is None:
             interval = _whole(keys, "no_rope_layer_interval", 1)
@@ -210,9 +211,11 @@ class _Rope(_Part):
     `rope_parameters`.
     """
 
-    def read(self, keys: dict[str, Any], given: dict[str, Any], problems: list[str]) -> None:
+    def read(self, keys: Keys, given: dict[str, Any], problems: list[str]) -> None:
         rope = _rope_table(keys)
-        theta: float = _first_set(rope.get("rope_theta"), keys.get("rope_theta"), 10000.0)
+        theta = rope.get("rope_theta", keys["rope_theta"])
+        if theta != keys["rope_theta"]:  # the table wins
+            keys.asked.discard("rope_theta")
         problems += [
             f"partial_rotary_factor is {shown(table['partial_rotary_factor'])}, megamix rotates whole heads"
             for table in (keys, rope)
@@ -220,7 +223,8 @@ class _Rope(_Part):
         ]
         if any(isinstance(value, Mapping) for value in rope.values()):
             problems.append("rope_parameters differ by layer, megamix has one table for all layers")
-        given |= {"rope_theta": theta, "rope_scaling": _read_scaling(rope, keys["max_position_embeddings"])}
+        original = _first_set(keys.get(_ORIGINAL), rope.get(_ORIGINAL), keys["max_position_embeddings"])
+        given |= {"rope_theta": theta, "rope_scaling": _read_scaling(rope, original)}
         if given["rope_scaling"] is None and given.get("window_rope_theta") == theta:
             given["window_rope_theta"] = None
 
@@ -232,13 +236,14 @@ class _Rope(_Part):
 class _PartlyRotated(_Part):
     """A share of each head that rotates, as in Phi, whose wavelengths megamix does not stretch."""
 
-    def read(self, keys: dict[str, Any], given: dict[str, Any], problems: list[str]) -> None:
+    def read(self, keys: Keys, given: dict[str, Any], problems: list[str]) -> None:
         rope = _rope_table(keys)
         if rope.get("rope_type", rope.get("type", "default")) != "default":
             raise ValueError(f"rope_scaling is {shown(rope)}, megamix does not stretch Phi's wavelengths")
         share = _first_set(rope.get("partial_rotary_factor"), keys.get("partial_rotary_factor"), 1.0)
         size = keys["head_dim"] or keys["hidden_size"] // keys["num_attention_heads"]
-        keys |= {"partial_rotary_factor": None, "rope_parameters": {**rope, "partial_rotary_factor": None}}
+        rope["partial_rotary_factor"] = keys["partial_rotary_factor"] = keys["rope_scaling"] = None
+        keys["rope_parameters"] = rope
         given["rotary_dim"] = None if share == 1 else int(size * share)
 
     def write(self, config: ModelConfig) -> dict[str, Any]:
@@ -248,14 +253,17 @@ class _PartlyRotated(_Part):
 class _TwoRopes(_Part):
     """Wavelengths of their own in layers with a window. Newer files have two tables in `rope_parameters`."""
 
-    def read(self, keys: dict[str, Any], given: dict[str, Any], problems: list[str]) -> None:
+    def read(self, keys: Keys, given: dict[str, Any], problems: list[str]) -> None:
         rope, windowed = keys.get("rope_parameters"), {}
         if rope:
             if not isinstance(rope, Mapping) or not all(isinstance(rope.get(kind), Mapping) for kind in _KINDS):
                 raise ValueError(f"rope_parameters is {shown(rope)}, and must have a table for each of {_KINDS}")
             windowed, whole = (rope[kind] for kind in _KINDS)
-            scaling = keys.get("rope_scaling")
-            keys["rope_parameters"] = {**whole, **(scaling if isinstance(scaling, Mapping) else {})}
+            if scaling := keys.get("rope_scaling"):
+                whole.update(scaling)
+                scaling.asked.update(scaling)
+            keys |= {"rope_parameters": whole, "rope_scaling": None}
+        keys.pop(_ORIGINAL, None)  # it counts where there is one table
         if windowed.get("rope_type", windowed.get("type", "default")) != "default":
             raise ValueError(
                 f"rope_parameters of sliding_attention are {shown(windowed)}, megamix does not stretch them"
@@ -281,14 +289,14 @@ class _Experts(_Part):
     normalize: str | None = None
     mixes: bool = False
 
-    def read(self, keys: dict[str, Any], given: dict[str, Any], problems: list[str]) -> None:
+    def read(self, keys: Keys, given: dict[str, Any], problems: list[str]) -> None:
         problems += _unlike(keys, "decoder_sparse_step", 1, (1,)) + _unlike(keys, "clip_qkv", None, (None,))
         dense: Any = (keys.get("mlp_only_layers") or []) if self.mixes else []
         if not isinstance(dense, list) or dense != [*range(len(dense))]:
             problems.append(f"mlp_only_layers is {shown(dense)}, megamix has layers without experts before all others")
-        count: Any = keys.get("num_experts")
+        count, other = keys.get("num_experts"), keys["num_local_experts"]
         given["experts"] = {
-            "num_experts": keys["num_local_experts"] if count is None else count,
+            "num_experts": other if count is None else count,
             "top_k": keys["num_experts_per_tok"], "ffn_hidden_size": keys.get(self.width),
             "dense_layers": len(dense), "normalize": self.normalize is None or keys[self.normalize], "bias_rate": 0.0,
         }  # fmt: skip
@@ -310,7 +318,7 @@ class _Experts(_Part):
 class _GemmaFactors(_Part):
     """Gemma's activation, and its factors, which follow from sizes."""
 
-    def read(self, keys: dict[str, Any], given: dict[str, Any], problems: list[str]) -> None:
+    def read(self, keys: Keys, given: dict[str, Any], problems: list[str]) -> None:
         problems += _unlike(keys, "hidden_activation", "gelu_pytorch_tanh", ("gelu_pytorch_tanh",))
         if "attention_softcap" not in given:
             problems += _unlike(keys, "attn_logit_softcapping", None, (None,))  # transformers' Gemma 3 does not read it
@@ -344,7 +352,8 @@ class RotaryFormat(Format):
     defaults: Mapping[str, Any] = field(default_factory=dict)  # transformers', of keys that config.json may lack
 
     def read(self, json: Json) -> ModelConfig:
-        keys = {**_DEFAULTS, **self.defaults, **json}
+        keys = Keys(json, {**_DEFAULTS, **self.defaults})
+        keys.asked.update(self.defaults)  # one may decide what another is read for
         given = {**self.block, **{ours: keys[theirs] for ours, theirs in self.named.items()}}
         problems = list[str]()
         if self.block.get("activation") != "geglu":
@@ -384,12 +393,26 @@ def _possible(model: ModelConfig) -> ModelConfig:
     return model
 
 
-def _rope_table(keys: Json) -> Any:
-    return _first_set(keys.get("rope_parameters"), keys.get("rope_scaling"), {})
+def _rope_table(keys: Keys) -> Any:
+    """Return the table of rotary positions. transformers 5 reads `rope_scaling` alone where both tables are there, and
+    a theta beside it. Raises: ValueError if the other one says something else.
+    """
+    table, added = (keys.get(key) or Keys({}) for key in ("rope_parameters", "rope_scaling"))
+    if not added or not table:
+        return added or table
+    one, other = ({"rope_type": each.get("type", "default"), "rope_theta": keys["rope_theta"], **each, "type": None}
+                  for each in (added, table))  # fmt: skip
+    if one != other:
+        raise ValueError(
+            f"rope_scaling is {shown(added)}, and rope_parameters {shown(table)}: transformers reads the first alone, "
+            f"with rope_theta {one['rope_theta']}; write all into rope_parameters, and take rope_scaling out"
+        )
+    added.asked.update(added)
+    return table
 
 
-def _read_scaling(rope: Json, seq_len: Any) -> RopeScaling | None:
-    """Return the scaling of rotary positions. `seq_len`: that of the earlier training, if the table does not say.
+def _read_scaling(rope: Json, original_seq_len: Any) -> RopeScaling | None:
+    """Return the scaling of rotary positions. `original_seq_len`: that of the earlier training.
 
     Raises: ValueError with the reason to refuse it.
     """
@@ -398,18 +421,23 @@ def _read_scaling(rope: Json, seq_len: Any) -> RopeScaling | None:
         return None
     if kind not in _ROPE_KEYS:
         raise ValueError(f"rope_type is {shown(kind)}, megamix has {', '.join(map(repr, ('default', *_ROPE_KEYS)))}")
-    unknown = [key for key in ("mscale", "mscale_all_dim", "truncate") if rope.get(key) not in (None, True)]
-    if unknown:  # DeepSeek's and gpt-oss's
-        told = (f"rope_scaling: {key} is {shown(rope[key])}, which megamix does not have" for key in unknown)
-        raise ValueError("; ".join(told))
     named = {key: rope.get(_ROPE_NAMES.get(key, key)) for key in _ROPE_KEYS[kind]}
     given = {key: value for key, value in named.items() if value is not None}
     if kind != "linear":
-        given.setdefault("original_seq_len", seq_len)
+        given["original_seq_len"] = original_seq_len
+    if kind == "yarn" and not rope.get("truncate", True):  # gpt-oss's
+        raise ValueError(f"rope_scaling: truncate is {shown(rope['truncate'])}, which megamix does not have")
+    ours, all_dim = rope.get("mscale"), rope.get("mscale_all_dim")  # DeepSeek's
+    if kind == "yarn" and ours and all_dim:
+        given.setdefault("attention_factor", _magnified(given["factor"], ours) / _magnified(given["factor"], all_dim))
     try:
         return RopeScaling(rule=kind, **given)
     except ValidationError as error:
         raise ValueError(f"rope_scaling: {first_problem(error, {})}") from None
+
+
+def _magnified(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
 def _scaling(config: ModelConfig) -> dict[str, Any] | None:
@@ -427,8 +455,8 @@ def _at_least(value: Any, other: Any) -> bool:
 def _whole(keys: Json, key: str, least: int) -> int:
     """Return a number of layers in config.json. Raises: ValueError with the reason to refuse it."""
     value: Any = keys.get(key)
-    if not (_at_least(value, least) and value <= _MOST_LAYERS):
-        raise ValueError(f"{key} is {shown(value)}, and must be a whole number from {least} to {_MOST_LAYERS}")
+    if not _at_least(value, least):
+        raise ValueError(f"{key} is {shown(value)}, and must be a whole number of at least {least}")
     return int(value)
 
 
@@ -439,6 +467,8 @@ def _unlike(json: Json, key: str, default: Any, allowed: tuple[Any, ...]) -> lis
 
 
 def _refuse(json: Json, problems: list[str]) -> None:
+    if json.get("per_layer_config"):
+        problems = [*problems, "per_layer_config is set, megamix has one setting for all layers"]
     if json.get("quantization_config"):
         problems = [*problems, "quantization_config: the weights are quantised, give a folder of plain weights"]
     if problems:
@@ -447,7 +477,7 @@ def _refuse(json: Json, problems: list[str]) -> None:
 
 def _first_set(*values: Any) -> Any:
     """Return the first value that is not null."""
-    return next(value for value in values if value is not None)
+    return next((value for value in values if value is not None), None)
 
 
 _BIAS = {"bias": "attention_bias"}
@@ -482,6 +512,7 @@ FORMATS: tuple[Format, ...] = (
         "mixtral", "MixtralForCausalLM", places=_MIXTRAL, parts=(_Experts(), _Windows(by_layer=False)),
         defaults=_MISTRAL | {
             "rms_norm_eps": 1e-5, "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None,
+            "rope_theta": 1000000.0,
         },
     ),
     RotaryFormat(

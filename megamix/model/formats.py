@@ -1,7 +1,9 @@
 """Hugging Face formats of a family's models: the names of the tensors and of the keys in config.json."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from pydantic import ValidationError
@@ -14,6 +16,44 @@ OTHERS = (
     'to train it as it is, write family = "transformers" and this folder under [model], if `megamix train --check` '
     "then takes it; to evaluate, generate or export what was trained so, give the folder of its run"
 )
+
+
+# Keys that change neither weights nor logits: of files, of tasks, of a training, and of a generation.
+_WITHOUT_EFFECT = re.compile(
+    "_.*|.*(_token_id|dropout|pdrop|_penalty|_cutoff|_ngram_size|label|labels|2id)|(assistant|summary|output|return)_.*"
+    "|architectures|(model|problem)_type|(torch_)?dtype|typical_p|transformers_version|name_or_path|use_(cache|mrope)"
+    "|task_specific_params|chunk_size_feed_forward|is_(encoder_)?decoder|pretraining_tp|n_ctx|reorder_and_upcast_attn"
+    "|router_(aux_loss_coef|jitter_noise)|initializer_range|do_sample|early_stopping|(max|min)_length|temperature"
+    "|top_[kp]|bad_words_ids|num_(beams|beam_groups|return_sequences|assistant_tokens.*)|remove_invalid_values"
+    "|(begin_)?suppress_tokens|target_lookbehind|use_return_dict|cache_implementation|max_window_layers|hidden_act"
+)
+
+
+class Keys(dict[str, Any]):
+    """A table of config.json, which notes the keys that are asked for."""
+
+    def __init__(self, table: Json, defaults: Json = MappingProxyType({})) -> None:
+        read = {key: Keys(value) if isinstance(value, dict) else value for key, value in table.items()}
+        super().__init__({**defaults, **read})
+        self.asked: set[str] = table.asked if isinstance(table, Keys) else set()  # a copy notes for both
+
+    def __getitem__(self, key: str) -> Any:
+        self.asked.add(key)
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.asked.add(key)
+        return super().get(key, default)
+
+    def unread(self) -> list[str]:
+        """Return the keys that nobody has asked for, without those that never have an effect."""
+        found = list[str]()
+        for key, value in self.items():
+            if key in self.asked:
+                found += [f"{key}.{inner}" for inner in value.unread()] if isinstance(value, Keys) else []
+            elif value is not None and not _WITHOUT_EFFECT.fullmatch(key):
+                found.append(key)
+        return found
 
 
 class Location(NamedTuple):
@@ -40,8 +80,9 @@ class Format:
     section: type[DecoderConfig]
 
     def read(self, json: Json) -> DecoderConfig:
-        """Return the section that a config.json describes. Raises: ValueError naming a missing key, or a setting that
-        the model of megamix cannot compute.
+        """Return the section that a config.json describes; `Keys` know then which were read.
+
+        Raises: ValueError naming a missing key, or a setting that the model of megamix cannot compute.
         """
         config: DecoderConfig = self.config_of(json)
         return config

@@ -7,18 +7,22 @@ from __future__ import annotations
 
 import copy
 import inspect
+import logging
+import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, Self, cast
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from megamix.config import DecoderConfig, TransformersConfig, architecture
 from megamix.data.loader import IGNORE
+from megamix.git_lfs import refuse_pointer
 from megamix.model.cross_entropy import Slopes, compiled_slopes, linear_cross_entropy, slopes
 from megamix.model.language_model import Cache, Cost, Costs, Draw, LanguageModel, compile_blocks
 from megamix.model.layers import ParamRule
@@ -26,7 +30,9 @@ from megamix.model.ops import Ops
 from megamix.model.sizes import is_repeated
 from megamix.values import has_values
 
+log = logging.getLogger("megamix")
 _PREFIX = "hf."
+_OLD_BUFFERS = r"rotary_emb\.inv_freq|(^|\.)position_ids$"  # of older files: no model of transformers reads them
 # Logits may differ by these shares of the largest: in forwards of one shape, where only experts sum in another order,
 # and of a document behind another one and alone.
 _SAME, _ALIKE = 1e-5, 1e-4
@@ -304,7 +310,10 @@ def _first_weights(config: TransformersConfig, seed: int) -> Any:
         torch.manual_seed(seed)
         if not has_weights:
             return _predicting(_built(config.config_json))
+        files = sorted(Path(config.folder).glob("*.safetensors"))
         try:
+            for file in files:
+                refuse_pointer(file)
             model, told = _quiet().AutoModelForCausalLM.from_pretrained(
                 config.folder,
                 config=copy.deepcopy(config.theirs),
@@ -320,20 +329,49 @@ def _first_weights(config: TransformersConfig, seed: int) -> Any:
         raise ValueError(
             f"model.folder: the weights in {config.folder} are not those of its config.json: {'; '.join(wrong)}"
         )
+    _judge_stored(model, config, files)
     return _predicting(model)
+
+
+def _judge_stored(hf: Any, config: TransformersConfig, files: list[Path]) -> None:
+    """Log the stored tensors that transformers passes over. Raises: ValueError naming one that config.json ties to
+    another, and that has other values: transformers keeps it, and such a model has no place for it.
+    """
+    with torch.device("meta"):
+        tied = dict(_built(config.config_json).named_parameters())
+    if own := [name for name, _ in hf.named_parameters() if name not in tied]:
+        raise ValueError(
+            f"model.folder: {own[0]} in {config.folder} is not the tensor that its config.json ties it to; write "
+            "tie_word_embeddings = false into that file"
+        )
+    passed_over = re.compile("|".join([*(hf._keys_to_ignore_on_load_unexpected or []), _OLD_BUFFERS]))
+    opened: list[Any] = [safe_open(path, "pt") for path in files]
+    if names := [name for file in opened for name in file.keys() if passed_over.search(name)]:  # noqa: SIM118
+        log.warning("%s: %d tensors are not read, as in transformers: %s", config.folder, len(names), names[:4])
 
 
 @torch.no_grad()
 def _fill_buffers(hf: Any) -> None:
-    """Give the buffers of a model on meta their values, on the CPU."""
-    with torch.device("cpu"):
-        for module in hf.modules():
-            if module._buffers:
-                module._buffers |= {
-                    name: None if table is None else torch.empty_like(table, device="cpu")
-                    for name, table in module._buffers.items()
-                }
-                hf._init_weights(module)
+    """Give the buffers of a model on meta their values, on the CPU.
+
+    Raises: ValueError naming one that the model's own rules leave as memory was: it stays what it was filled with.
+    """
+    filled = list[dict[str, Tensor]]()
+    for value in (0, 1):
+        with torch.device("cpu"):
+            for module in hf.modules():
+                for name, table in module.named_buffers(recurse=False):
+                    module._buffers[name] = torch.full_like(table, value, device="cpu")
+            for module in hf.modules():  # of all: Falcon-H1's model sets the buffers of its layers
+                with suppress(Exception):  # whatever it raises, a buffer that stays without values is told
+                    hf._init_weights(module)
+        filled.append(dict(hf.named_buffers()))
+    for name, table in filled[0].items():
+        if not torch.equal(table, filled[1][name]):
+            raise ValueError(
+                f"model.folder: transformers gives no values to {name}, a buffer of a model of type "
+                f"{hf.config.model_type}, which no job can train right; take one that does not"
+            )
 
 
 def _blocks(hf: Any) -> nn.ModuleList:

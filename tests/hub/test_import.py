@@ -14,11 +14,12 @@ from megamix.checkpoint import boxes
 from megamix.checkpoint.folder import Files
 from megamix.checkpoint.verify import read_checkpoint
 from megamix.cli import main
-from megamix.config import ConfigError, load_config
+from megamix.config import ConfigError, TransformersConfig, load_config
 from megamix.hub.convert import import_model
 from megamix.hub.hugging_face import HuggingFaceWeights
 from megamix.hub.source import CheckpointWeights, open_source
 from megamix.mixed_precision.engine import ShardedEngine
+from megamix.model.transformers_model import TransformersModel
 from tests.builders import SEQ_LEN, run_on_ranks, write_data
 from tests.checkpoint.faults import listing
 from tests.hub.folders import GPT2, LLAMA, job_from, random_model, shapes, write_hugging_face
@@ -148,6 +149,57 @@ def test_buffers_a_tied_head_and_names_without_their_base_are_known(tmp_path):
     save_file(tensors, path)
     loaded = open_source(tmp_path / "hf").load(torch.float32, torch.device("cpu"))
     assert all(torch.equal(one, two) for one, two in zip(model.parameters(), loaded.parameters(), strict=True))
+
+
+def test_a_stored_head_that_is_not_the_tied_embedding_is_refused(tmp_path, capsys):
+    write_data(tmp_path / "data")
+    write_hugging_face(LLAMA, tmp_path / "hf")
+    path = tmp_path / "hf/config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"tie_word_embeddings": True}))
+    for verb in (
+        ["import", str(tmp_path / "hf"), "--output", str(tmp_path / "in")],
+        ["export", str(tmp_path / "hf"), "--to", "hf", str(tmp_path / "out")],
+        ["evaluate", str(tmp_path / "hf"), "--data", str(tmp_path / "data/valid")],
+    ):
+        assert main(verb) == 2
+        told = "lm_head.weight is not model.embed_tokens.weight: write tie_word_embeddings = false into config.json"
+        assert told in capsys.readouterr().err
+
+
+def test_what_nobody_reads_and_names_with_a_wrapper_s_prefix_are_told(tmp_path, caplog):
+    model = write_hugging_face(LLAMA, tmp_path / "hf")
+    path = tmp_path / "hf/model.safetensors"
+    tensors = {f"module.{name}".replace("layers.1.", "layers.1._orig_mod."): x for name, x in load_file(path).items()}
+    tensors["module.model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(3)
+    save_file(tensors, path)
+    config = json.loads((tmp_path / "hf/config.json").read_text())
+    (tmp_path / "hf/config.json").write_text(json.dumps(config | {"no_such": False}))
+    loaded = open_source(tmp_path / "hf").load(torch.float32, torch.device("cpu"))
+    assert all(torch.equal(one, two) for one, two in zip(model.parameters(), loaded.parameters(), strict=True))
+    wrapped, buffers, keys = caplog.messages
+    assert f"{len(tensors)} names of tensors are read without the prefixes of wrappers: module." in wrapped
+    assert "1 buffers are not read, as they follow from config.json: model.layers.0.self_attn.rotary_emb" in buffers
+    assert keys.endswith("1 keys of config.json are not read: no_such")
+
+
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors"])
+def test_a_pointer_of_git_lfs_is_named(file, tmp_path):
+    write_hugging_face(LLAMA, tmp_path / "hf")
+    (tmp_path / "hf" / file).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    told = f"{file} is a Git LFS pointer, not the file: run git lfs pull"
+    with pytest.raises(ValueError, match=told):
+        import_model(tmp_path / "hf", tmp_path / "in")
+    with pytest.raises(ValueError, match=told):
+        TransformersModel(TransformersConfig(folder=str(tmp_path / "hf"), seq_len=SEQ_LEN))
+
+
+def test_a_header_and_a_json_of_any_size_are_read(tmp_path):
+    write_hugging_face(LLAMA, tmp_path / "hf")
+    path, long = tmp_path / "hf/model.safetensors", "x" * (5 << 20)
+    save_file(load_file(path), path, {"format": "pt", "told": long})
+    config = json.loads((tmp_path / "hf/config.json").read_text())
+    (tmp_path / "hf/config.json").write_text(json.dumps(config | {"_told": long}))
+    import_model(tmp_path / "hf", tmp_path / "in")
 
 
 def test_only_safetensors_that_are_all_there_are_read(tmp_path):

@@ -1,6 +1,7 @@
 """`family = "transformers"`: ten kinds of models train as jobs on two ranks, from their own first weights or the
 folder's, begin with transformers' own loss, and go on bit for bit after a stop; they are exported for transformers,
-evaluated, planned and verified. What does not go together is refused before a job.
+evaluated, planned and verified. What does not go together is refused before a job. Every kind of transformers that
+builds small begins with transformers' own loss and buffers, or is refused.
 """
 
 import gc
@@ -12,7 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.functional import cross_entropy
@@ -31,6 +32,7 @@ from megamix.tools.verify.layouts.layout_lines import verify_layout
 from megamix.train.job import run_job
 from tests.builders import run_on_ranks, tiny_job, write_data
 from tests.conftest import FULL
+from tests.model.small_kinds import REFUSED, save_small, small_kinds
 from tests.model.their_models import KINDS, SEQ_LEN, write_config
 
 STEPS, STOP = 2, 1
@@ -108,16 +110,25 @@ def begun(folder):
     return models
 
 
+def loss_of(theirs, config):
+    """Return transformers' loss of a job's first batch."""
+    first_batch = training_source(config).read(range(config.training.global_batch_size)).tokens
+    tokens = torch.from_numpy(first_batch).long()
+    logits = theirs(input_ids=tokens[:, :-1], use_cache=False).logits.float()
+    return cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).item()
+
+
+def first_loss(folder, run):
+    """Return the loss of the only step of a run."""
+    rows = (folder / run / "metrics.jsonl").read_text().splitlines()
+    (loss,) = (row["train/loss"] for row in map(json.loads, rows) if "train/loss" in row)
+    return loss
+
+
 def test_a_job_begins_with_the_folders_weights_and_transformers_own_loss(folder, begun):
     for kind, theirs in begun.items():
-        config = job(folder, kind, "read")
-        first_batch = training_source(config).read(range(config.training.global_batch_size)).tokens
-        tokens = torch.from_numpy(first_batch).long()
-        logits = theirs(input_ids=tokens[:, :-1], use_cache=False).logits.float()
-        want = cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).item()
-        rows = (folder / f"{kind}-begun" / "metrics.jsonl").read_text().splitlines()
-        (got,) = (row["train/loss"] for row in map(json.loads, rows) if "train/loss" in row)
-        assert got == pytest.approx(want, rel=1e-5), kind
+        want = loss_of(theirs, job(folder, kind, "read"))
+        assert first_loss(folder, f"{kind}-begun") == pytest.approx(want, rel=1e-5), kind
 
 
 def test_an_export_is_what_transformers_loads(folder, begun, capsys):
@@ -294,6 +305,54 @@ def test_weights_that_a_job_cannot_begin_with_are_refused(folder):
     transformers_model._built((folder / "olmo2" / "config.json").read_text()).save_pretrained(folder / "two")
     (folder / "two" / "model.safetensors").rename(other / "model.safetensors")
     refused("are not those of its config.json: missing")
+
+
+def test_a_head_that_is_not_the_tied_embedding_is_refused_and_tensors_passed_over_are_told(folder, begun, caplog):
+    path = folder / "untied" / "olmo2"
+    shutil.copytree(folder / "saved" / "olmo2", path)
+    keys = json.loads((path / "config.json").read_text())
+    tensors = load_file(path / "model.safetensors")
+    save_file(tensors | {"model.rotary_emb.inv_freq": torch.ones(4)}, path / "model.safetensors", {"format": "pt"})
+    family_of(job(folder, "untied/olmo2", "x").model)(job(folder, "untied/olmo2", "x").model)
+    assert "1 tensors are not read, as in transformers: ['model.rotary_emb.inv_freq']" in caplog.text
+    (path / "config.json").write_text(json.dumps(keys | {"tie_word_embeddings": True}))
+    with pytest.raises(ValueError, match=r"lm_head.weight in .* is not the tensor .* tie_word_embeddings = false"):
+        run_on_ranks(job(folder, "untied/olmo2", "x"))
+
+
+class Bare(nn.Module):
+    """A model whose rules give no values to its buffer."""
+
+    config = SimpleNamespace(model_type="bare")
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("table", torch.empty(3, dtype=torch.int64, device="meta"), persistent=False)
+
+    def _init_weights(self, module):
+        raise AttributeError
+
+
+def test_a_buffer_that_nothing_fills_is_refused():
+    with pytest.raises(ValueError, match="transformers gives no values to table, a buffer of a model of type bare"):
+        transformers_model._fill_buffers(Bare())
+
+
+@pytest.mark.parametrize("kind", small_kinds() if FULL else ["falcon_h1", "zaya", "afmoe"])
+def test_each_kind_that_transformers_builds_begins_with_its_loss_and_buffers_or_is_refused(folder, kind):
+    from transformers import AutoModelForCausalLM
+
+    save_small(kind, folder / "small" / kind)
+    if told := REFUSED.get(kind):
+        with pytest.raises((ValueError, RuntimeError), match=told):
+            run_on_ranks(job(folder, f"small/{kind}", f"{kind}-small"))
+        return
+    config = job(folder, f"small/{kind}", f"{kind}-small", training={"steps": 1})
+    theirs = AutoModelForCausalLM.from_pretrained(config.model.folder, dtype=torch.float32).eval()
+    buffers = dict(transformers_model.TransformersModel.on_meta(config.model).hf.named_buffers())
+    assert all(torch.equal(buffers[name], table) for name, table in theirs.named_buffers())
+    run_on_ranks(config)
+    assert first_loss(folder, f"{kind}-small") == pytest.approx(loss_of(theirs, config), rel=1e-6)
 
 
 class Noisy(nn.Module):
