@@ -42,6 +42,8 @@ class HuggingFaceWeights:
         # safe_open's file is no mapping: it has keys(), and cannot be iterated.
         places = [(file, name) for file, opened in self._files.items() for name in opened.keys()]  # noqa: SIM118
         self._place_of = {_WRAPPERS.sub("", name): (file, name) for file, name in places}
+        if twice := [name for file, name in places if self._place_of[_WRAPPERS.sub("", name)] != (file, name)]:
+            raise ValueError(f"{folder} has a second tensor in place of {twice[0]}; leave one of them out")
         # A model saved without its head has names without the prefix.
         based = any(name.startswith(self.form.base) for name in self._place_of)
         self._base = "" if based else self.form.base
@@ -111,9 +113,11 @@ class HuggingFaceWeights:
     def _tell(self) -> None:
         """Log what the folder holds and nobody reads."""
         wrapped = [stored for name, (_, stored) in self._place_of.items() if name != stored]
+        files = sorted({path.name for path in self.folder.glob("*.safetensors")} - self._files.keys())
         buffers = [name for name in self._place_of if _NOT_WEIGHTS.search(name)]
         for names, what in (
             (wrapped, "names of tensors are read without the prefixes of wrappers"),
+            (files, "files are not read"),
             (buffers, f"buffers are not read, as they follow from {CONFIG}"),
             (self.json.unread(), f"keys of {CONFIG} are not read"),
         ):

@@ -2,9 +2,13 @@
 
 import json
 import random
+from contextlib import suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 
+from megamix.hub.convert import export_model
 from megamix.hub.source import open_source
 from tests.builders import SEQ_LEN, VOCAB
 from tests.hub.folders import BY_LOOP, random_model, shapes
@@ -121,10 +125,19 @@ def _theirs(folder, tokens):
     return model.eval()(tokens, use_cache=False, return_dict=True).logits
 
 
+def _exported(source, theirs, tokens):
+    """Return transformers' logits of an export; those given where it is refused."""
+    with TemporaryDirectory() as out:
+        with suppress(ValueError):
+            export_model(source, Path(out, "hf"), "fp32")
+            theirs = None
+        return _theirs(Path(out, "hf"), tokens) if theirs is None else theirs
+
+
 @torch.no_grad()
-def verdict(folder, config, tokens):
+def verdict(folder, config, tokens, *, exports=False):
     """Return how megamix takes the folder with this config.json: "equal", "wrong", "refused", "refused by both" or
-    "refused by transformers"; and the reason.
+    "refused by transformers"; and the reason. `exports`: whether an export that is not refused must be equal, too.
     """
     (folder / "config.json").write_text(json.dumps(config))
     ours = theirs = None
@@ -134,11 +147,14 @@ def verdict(folder, config, tokens):
     except Exception as error:  # whatever a file makes transformers raise
         told = f"theirs: {type(error).__name__}: {error}"
     try:
-        ours = open_source(folder).load(torch.float32, torch.device("cpu"))(tokens)
-    except ValueError as error:
+        source = open_source(folder)
+        ours = source.load(torch.float32, torch.device("cpu"))(tokens)
+    except (ValueError, ZeroDivisionError) as error:  # the latter for a theta of 1
         told = f"{error} {told}"
     if ours is None or theirs is None:
         both = ours is theirs
         return "refused by both" if both else "refused" if ours is None else "refused by transformers", told
     gap = float((ours - theirs).abs().max() / theirs.abs().max())
+    if exports and gap < 5e-6:
+        gap = float((_exported(source, theirs, tokens) - theirs).abs().max() / theirs.abs().max())
     return "equal" if gap < 5e-6 else "wrong", f"{gap:.1e}"

@@ -174,12 +174,17 @@ def test_what_nobody_reads_and_names_with_a_wrapper_s_prefix_are_told(tmp_path, 
     save_file(tensors, path)
     config = json.loads((tmp_path / "hf/config.json").read_text())
     (tmp_path / "hf/config.json").write_text(json.dumps(config | {"no_such": False}))
+    save_file(tensors, tmp_path / "hf/adapter_model.safetensors")
     loaded = open_source(tmp_path / "hf").load(torch.float32, torch.device("cpu"))
     assert all(torch.equal(one, two) for one, two in zip(model.parameters(), loaded.parameters(), strict=True))
-    wrapped, buffers, keys = caplog.messages
+    wrapped, files, buffers, keys = caplog.messages
+    assert files.endswith("1 files are not read: adapter_model.safetensors")
     assert f"{len(tensors)} names of tensors are read without the prefixes of wrappers: module." in wrapped
     assert "1 buffers are not read, as they follow from config.json: model.layers.0.self_attn.rotary_emb" in buffers
     assert keys.endswith("1 keys of config.json are not read: no_such")
+    save_file(tensors | {"model.norm.weight": torch.ones(12)}, path)
+    with pytest.raises(ValueError, match="has a second tensor in place of (module.)?model.norm.weight"):
+        open_source(tmp_path / "hf")
 
 
 @pytest.mark.parametrize("file", ["config.json", "model.safetensors"])
