@@ -158,10 +158,7 @@ class _Windows(_Part):
         if self.switch and not keys.get("use_sliding_window"):
             size = None
         if not self.by_layer and kinds is not None:
-            raise ValueError(
-                "layer_types is set, which such a model does not read; leave it out. transformers takes a Mistral with "
-                'it for a Ministral: then write model_type = "ministral"'
-            )
+            raise ValueError('layer_types is not read by such a model; leave it out, or write model_type = "ministral"')
         if kinds is None:
             slides = [self.rule(keys, given, layer) and size is not None for layer in range(layers)]
         elif not isinstance(kinds, list) or len(kinds) != layers or any(kind not in _KINDS for kind in kinds):
@@ -400,15 +397,15 @@ def _rope_table(keys: Keys) -> Any:
     table, added = (keys.get(key) or Keys({}) for key in ("rope_parameters", "rope_scaling"))
     if not added or not table:
         return added or table
-    one, other = ({"rope_type": each.get("type", "default"), "rope_theta": keys["rope_theta"], **each, "type": None}
-                  for each in (added, table))  # fmt: skip
+    usual = {"rope_type": added.get("type", table.get("type", "default")), "rope_theta": keys["rope_theta"]}
+    one, other = ({**usual, **each, "type": None} for each in (added, table))
     if one != other:
         raise ValueError(
             f"rope_scaling is {shown(added)}, and rope_parameters {shown(table)}: transformers reads the first alone, "
             f"with rope_theta {one['rope_theta']}; write all into rope_parameters, and take rope_scaling out"
         )
-    added.asked.update(added)
-    return table
+    table.asked.update(table)
+    return added
 
 
 def _read_scaling(rope: Json, original_seq_len: Any) -> RopeScaling | None:

@@ -47,13 +47,10 @@ class Keys(dict[str, Any]):
 
     def unread(self) -> list[str]:
         """Return the keys that nobody has asked for, without those that never have an effect."""
-        found = list[str]()
-        for key, value in self.items():
-            if key in self.asked:
-                found += [f"{key}.{inner}" for inner in value.unread()] if isinstance(value, Keys) else []
-            elif value is not None and not _WITHOUT_EFFECT.fullmatch(key):
-                found.append(key)
-        return found
+        names = [key for key, value in self.items() if key not in self.asked and value is not None]
+        tables = {key: table for key, table in self.items() if key in self.asked and isinstance(table, Keys)}
+        inner = [f"{key}.{name}" for key, table in tables.items() for name in table.unread()]
+        return [*inner, *(name for name in names if not _WITHOUT_EFFECT.fullmatch(name))]
 
 
 class Location(NamedTuple):

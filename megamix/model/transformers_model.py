@@ -315,14 +315,9 @@ def _first_weights(config: TransformersConfig, seed: int) -> Any:
             for file in files:
                 refuse_pointer(file)
             model, told = _quiet().AutoModelForCausalLM.from_pretrained(
-                config.folder,
-                config=copy.deepcopy(config.theirs),
-                dtype=torch.float32,
-                local_files_only=True,
-                use_safetensors=True,
-                trust_remote_code=False,
-                output_loading_info=True,
-            )
+                config.folder, config=copy.deepcopy(config.theirs), dtype=torch.float32, local_files_only=True,
+                use_safetensors=True, trust_remote_code=False, output_loading_info=True,
+            )  # fmt: skip
         except Exception as error:  # whatever broken files make transformers and safetensors raise
             raise ValueError(f"model.folder: transformers cannot load {config.folder}: {_told(error)}") from None
     if wrong := [f"{kind.removesuffix('_keys')} {sorted(map(str, keys))[:4]}" for kind, keys in told.items() if keys]:

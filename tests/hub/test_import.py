@@ -83,7 +83,7 @@ OTHERS = "; to train it as it is, write family ="
         ({"model_type": ["llama"]}, "model_type is ['llama']; known are"),
         ({"model_type": "qwen3_moe", "mlp_only_layers": True}, "mlp_only_layers is True, megamix has layers"),
         ({"model_type": "mixtral", "num_local_experts": None}, "experts.num_experts: got None"),
-        ({"model_type": "mixtral", "layer_types": ["full_attention"] * 2}, "does not read; leave it out"),
+        ({"model_type": "mixtral", "layer_types": ["full_attention"] * 2}, "is not read by such a model; leave it out"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type is 'dynamic'"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 0.5}}, "rope_scaling: factor: got 0.5"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, megamix rotates whole heads"),
