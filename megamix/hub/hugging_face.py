@@ -38,6 +38,7 @@ class HuggingFaceWeights:
         self.form = _format(self.json, folder)
         with naming(folder):
             self.config = self.form.read(self.json)
+            links = links_of(self.form, self.config)
         self._files = _open(folder, _file_names(folder))  # kept open, so each header is parsed once
         # safe_open's file is no mapping: it has keys(), and cannot be iterated.
         places = [(file, name) for file, opened in self._files.items() for name in opened.keys()]  # noqa: SIM118
@@ -48,8 +49,6 @@ class HuggingFaceWeights:
         based = any(name.startswith(self.form.base) for name in self._place_of)
         self._base = "" if based else self.form.base
         shapes = {name: tuple(self._slice(name).get_shape()) for name in self._place_of}
-        with naming(folder):
-            links = links_of(self.form, self.config)
         self._links: dict[str, list[Link]] = {}
         for link in links:
             self._links.setdefault(link.ours, []).append(link)

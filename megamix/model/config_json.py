@@ -262,9 +262,7 @@ class _TwoRopes(_Part):
             keys |= {"rope_parameters": whole, "rope_scaling": None}
         keys.pop(_ORIGINAL, None)  # it counts where there is one table
         if windowed.get("rope_type", windowed.get("type", "default")) != "default":
-            raise ValueError(
-                f"rope_parameters of sliding_attention are {shown(windowed)}, megamix does not stretch them"
-            )
+            raise ValueError(f"rope_parameters of sliding_attention are {shown(windowed)}: megamix stretches none such")
         given["window_rope_theta"] = _first_set(windowed.get("rope_theta"), keys["rope_local_base_freq"], 10000.0)
 
     def write(self, config: ModelConfig) -> dict[str, Any]:
