@@ -192,7 +192,8 @@ def _captured():
     """Take a step in the capture of a CUDA graph, in which the host can wait for nothing."""
     from tests.gpu import simulated
 
-    step, refuse = ranks._make_step(), mock.Mock(side_effect=RuntimeError("not permitted when stream is capturing"))
+    work, refuse = Work(model=TINY, device="cuda"), mock.Mock(side_effect=RuntimeError("not permitted in a capture"))
+    step = ranks.make_step(ranks.Ours(work), work)
     for _ in range(3):
         step()
     with (

@@ -53,7 +53,9 @@ def run_doctor(arguments: argparse.Namespace) -> int:
         raise ConfigError([f"--nodes: no launcher has started ranks; {fix}"], "flags")
     light = arguments.first_light
     on_gpu = light is not None and bool(cards.probe_torch().get("cards"))
-    known = names() if light is None else [part.name for part in first_light.parts(on_gpu=on_gpu)]
+    known = [*_machine(Path(), [], {}), *expected()["seconds"]]
+    if light is not None:
+        known = [part.name for part in first_light.parts(on_gpu=on_gpu)]
     only = [name.strip() for name in arguments.only.split(",") if name] or known
     if unknown := [name for name in only if name not in known]:
         raise ConfigError([f"--only: got {', '.join(unknown)}, known are {', '.join(known)}"], "flags")
@@ -87,11 +89,6 @@ def _nodes() -> Sequence[Finding]:
     from megamix.tools.doctor.nodes import examine_nodes
 
     return run_check("--nodes", examine_nodes, _NODES_LIMIT_S)
-
-
-def names() -> list[str]:
-    """Return the names of all checks, in order."""
-    return [*_machine(Path(), [], {}), *expected()["seconds"]]
 
 
 def _machine(folder: Path, seen: list[cards.Card], facts: dict[str, Any]) -> dict[str, Callable[[], list[Finding]]]:

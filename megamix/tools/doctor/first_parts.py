@@ -25,6 +25,7 @@ from megamix.supervise.launch import PREEMPTED
 from megamix.tools.bench.sides import SIZES, ByHand, Engine, Ours, Work, fitted, half_of
 from megamix.tools.doctor.finding import Finding, expected, found, not_here
 from megamix.tools.doctor.first_light import end_tree, start
+from megamix.tools.doctor.ranks import make_step
 from megamix.tools.ranks import RankFailure, RankPool, num_cards
 from megamix.tools.verify.core.layout import parse_layout
 from megamix.tools.verify.layouts.layout_lines import verify_layout
@@ -59,15 +60,9 @@ def precision() -> dict[str, Any]:
 
 
 def _losses(side: Engine, work: Work, steps: int) -> list[float]:
-    """Train on the same sequences in every step, which can be learnt by heart; return the losses."""
-    draw, losses = torch.Generator().manual_seed(0), []
-    shape = work.micro_batch_size, work.model.seq_len + 1
-    tokens = torch.randint(work.model.vocab_size, shape, generator=draw).to(work.device)
-    for _ in range(steps):
-        losses.append(side.forward_backward(tokens[:, :-1], tokens[:, 1:]))
-        side.optimize()
-    side.finish()
-    return [float(loss) for loss in losses]
+    """Train, and return the losses."""
+    step = make_step(side, work)
+    return [float(step()) for _ in range(steps)]
 
 
 def trained(work: Work, **sharding: Any) -> str:

@@ -117,10 +117,8 @@ def judge_ports(loopback: str, taken: str, port: int) -> list[Finding]:
     """Judge the ports. Ranks of one machine meet on loopback at any port. Ranks of several machines meet at `port` of
     the first one; 0: this machine hosts no meeting.
     """
-    none = not_here(
-        "port", "ranks of one machine meet at any free port, those of several (NNODES) at MASTER_PORT of the first"
-    )
-    at = found("port", f"{port}: {taken or 'free'}", bool(taken)) if port else none
+    none = "ranks of one machine meet at any free port, those of several (NNODES) at MASTER_PORT of the first"
+    at = found("port", f"{port}: {taken or 'free'}", bool(taken)) if port else not_here("port", none)
     return [found("loopback", loopback or "connects", bool(loopback)), at]
 
 

@@ -16,7 +16,7 @@ from megamix.comm.topology import Topology
 from megamix.config import ModelConfig
 from megamix.model.transformer import Transformer
 from megamix.tools.bench.ranks import Side, TrainRank, seconds_of
-from megamix.tools.bench.sides import SIDES, Ours, Work, fitted, half_of
+from megamix.tools.bench.sides import SIDES, Engine, Ours, Work, fitted, half_of
 from megamix.tools.doctor.cards import Card, probe_cards
 from megamix.tools.verify.core.observed_step import rank_device
 from megamix.tools.verify.core.verdict import NOISE, UNIT
@@ -119,17 +119,17 @@ def _one_block(device: torch.device, dtype: torch.dtype, width: int, **settings:
     return model
 
 
-def _make_step() -> Callable[[], Tensor]:
-    """Return a function that makes a step of a new engine and returns its loss. A step never leaves the device."""
-    work = Work(model=_TINY, device=rank_device().type)
-    ours = Ours(work)
-    tokens = torch.randint(_TINY.vocab_size, (4, _TINY.seq_len + 1), generator=torch.Generator().manual_seed(0))
-    tokens = tokens.to(work.device)
+def make_step(side: Engine, work: Work) -> Callable[[], Tensor]:
+    """Return a function that makes a step and returns its loss. It never leaves the device. All steps have the same
+    sequences, which can be learnt by heart.
+    """
+    draw, shape = torch.Generator().manual_seed(0), (work.micro_batch_size, work.model.seq_len + 1)
+    tokens = torch.randint(work.model.vocab_size, shape, generator=draw).to(work.device)
 
     def step() -> Tensor:
-        loss = ours.forward_backward(tokens[:, :-1], tokens[:, 1:])
-        ours.optimize()
-        ours.finish()
+        loss = side.forward_backward(tokens[:, :-1], tokens[:, 1:])
+        side.optimize()
+        side.finish()
         return loss
 
     return step
@@ -137,7 +137,8 @@ def _make_step() -> Callable[[], Tensor]:
 
 def waits() -> dict[str, float]:
     """Take steps in which every wait of the host for the device is an error. Raises: RuntimeError."""
-    step = _make_step()
+    work = Work(model=_TINY, device=rank_device().type)
+    step = make_step(Ours(work), work)
     step(), step()
     try:
         torch.cuda.set_sync_debug_mode("error")

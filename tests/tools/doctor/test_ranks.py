@@ -160,7 +160,7 @@ def test_a_step_that_waits_leaves_torch_as_it_was(monkeypatch):
             raise RuntimeError("called a synchronizing CUDA operation")
         return torch.zeros(())
 
-    monkeypatch.setattr(ranks, "_make_step", lambda: step)
+    monkeypatch.setattr(ranks, "make_step", lambda *_: step)
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
     with pytest.raises(RuntimeError, match="synchronizing"):
         ranks.waits()
