@@ -82,17 +82,13 @@ class RankPool:
         actor: Callable[[], object] | None = None, environment: Mapping[str, str] | None = None, name: str = "",
         deadline_s: float = DEADLINE_S, stacks: bool = True,
     ):  # fmt: skip
-        self.world_size, self.on_gpus, self._share_card = world_size, on_gpus, share_card
+        self.world_size, self.on_gpus = world_size, on_gpus
+        self.where = ("cuda:0" if share_card else "cuda") if on_gpus else "cpu"  # as `pool_for` takes it
         self._actor, self._environment, self._deadline_s = actor, environment, deadline_s
         self._who, self._stacks = f"{name}: rank" if name else "rank", stacks
         self._pipes: list[Connection] = []
         self._processes: list[BaseProcess] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None  # folder in which the ranks meet
-
-    @property
-    def where(self) -> str:
-        """Return where the ranks compute, as `pool_for` takes it."""
-        return ("cuda:0" if self._share_card else "cuda") if self.on_gpus else "cpu"
 
     def call(self, function: Callable[..., T], *args: Any, deadline_s: float | None = None) -> list[T]:
         """Return every rank's answer, in rank order. Raises: RankFailure."""
@@ -126,15 +122,15 @@ class RankPool:
         self.close(kill=error is not None)
 
     def _start(self) -> None:
-        context: BaseContext = forkserver() if self._environment is None else multiprocessing.get_context("spawn")
+        anew = self._environment is not None
+        context: BaseContext = multiprocessing.get_context("spawn") if anew else forkserver()
         folder = self._folder = tempfile.TemporaryDirectory(prefix="megamix-ranks-")
         self._worlds = 0  # worlds so far
         self._needs_world = self._actor is None or self.world_size > 1
         with environment(self._environment or {}), starts_deaf():
             for rank in range(self.world_size):
                 mine, theirs = context.Pipe()
-                new_interpreter = self._environment is not None
-                args = (rank, self.world_size, folder.name, theirs, self.where, new_interpreter)
+                args = (rank, self.world_size, folder.name, theirs, self.where, anew)
                 process = context.Process(target=_serve, args=args, daemon=True)  # type: ignore[attr-defined]  # every start method has it
                 process.start()
                 theirs.close()
@@ -161,7 +157,9 @@ class RankPool:
             if not ready:
                 kind_of_failure = RankFailure if failures else LateRanks
                 failures |= dict.fromkeys(silent, "did not answer in time" + " (its stack is on stderr)" * self._stacks)
-                self._show_stacks(silent if self._stacks else [])
+                for rank in silent if self._stacks else ():
+                    os.kill(self._processes[rank].pid, signal.SIGUSR2)  # type: ignore[arg-type]  # it has started
+                time.sleep(0.2)  # a signal handler writes the stacks, which takes a moment
             for rank in [rank for rank in silent if self._pipes[rank] in ready]:
                 try:
                     kind, value, other_groups = pickle.loads(self._pipes[rank].recv_bytes())
@@ -177,13 +175,6 @@ class RankPool:
         if failures:
             raise kind_of_failure("\n".join(f"{self._who} {rank}: {failures[rank]}" for rank in sorted(failures)))
         return [answers[rank] for rank in range(self.world_size)]
-
-    def _show_stacks(self, ranks: list[int]) -> None:
-        for rank in ranks:
-            pid = self._processes[rank].pid
-            assert pid is not None
-            os.kill(pid, signal.SIGUSR2)
-        time.sleep(0.2)  # a signal handler writes the stacks, which takes a moment
 
 
 def num_cards() -> int:
