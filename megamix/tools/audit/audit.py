@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -16,7 +16,7 @@ from megamix.comm.collectives import make_collectives
 from megamix.comm.host import gather_json
 from megamix.comm.topology import Topology
 from megamix.mixed_precision.engine import ShardedEngine
-from megamix.tools.audit.facts import FP8, NOWHERE, UNKNOWN, ParamFacts, describe, dtype_name, local, sum_of_bits
+from megamix.tools.audit.facts import FP8, NOWHERE, UNKNOWN, Facts, ParamFacts, describe, dtype_name, local, sum_of_bits
 from megamix.tools.audit.finite import first_not_finite
 from megamix.tools.audit.fp8_codes import codes_told
 from megamix.tools.audit.holders import find_masters, innermost, is_compiled, wires_told
@@ -66,24 +66,20 @@ def audit(model: nn.Module, optimizer: torch.optim.Optimizer | ShardedEngine) ->
     report.fill(notes, skipped=not watch.steps)
 
 
-def make_note(facts: Mapping[nn.Parameter, ParamFacts], judged: Iterable[ParamFacts], watch: Watch) -> dict[str, Any]:
+def make_note(facts: Facts, judged: Iterable[ParamFacts], watch: Watch) -> dict[str, Any]:
     """Return what this rank has found, for JSON. `judged`: the facts that are complete."""
     first, not_finite = watch.first, None
     if first is not None:
         other = "the loss" if first.held is None else "a copy of a weight"
         where = next((one.name for param, one in facts.items() if param is first.held), other)
         not_finite = {"update": first.update, "kind": first.kind, "where": where}
-    told = [asdict(one) for one in judged]
     seen = {name: getattr(watch, name) for name in ("loss_scale", "sent", "divided")}
-    return {"facts": told, "not_finite": not_finite, **seen}
+    return {"facts": [asdict(one) for one in judged], "not_finite": not_finite, **seen}
 
 
 @contextmanager
 def torch_updates(
-    model: nn.Module,
-    optimizers: Iterable[torch.optim.Optimizer],
-    facts: Mapping[nn.Parameter, ParamFacts],
-    watch: Watch,
+    model: nn.Module, optimizers: Iterable[torch.optim.Optimizer], facts: Facts, watch: Watch
 ) -> Iterator[None]:
     """Count the changes that each optimizer's step makes in the block, and note the dtypes that wrappers declare."""
     with ExitStack() as stack:
@@ -98,7 +94,7 @@ def torch_updates(
 
 
 @contextmanager
-def watched(model: nn.Module, facts: Mapping[nn.Parameter, ParamFacts], watch: Watch) -> Iterator[None]:
+def watched(model: nn.Module, facts: Facts, watch: Watch) -> Iterator[None]:
     """Watch every operation of the block, then note the dtypes that each parameter was computed with."""
     with ExitStack() as stack:
         stack.callback(watch.release)
@@ -110,7 +106,7 @@ def watched(model: nn.Module, facts: Mapping[nn.Parameter, ParamFacts], watch: W
     _settle_compute(facts, watch, {param for one in model.modules() if is_compiled(one) for param in one.parameters()})
 
 
-def _follow(model: nn.Module, facts: Mapping[nn.Parameter, ParamFacts], watch: Watch) -> Iterator[RemovableHandle]:
+def _follow(model: nn.Module, facts: Facts, watch: Watch) -> Iterator[RemovableHandle]:
     """Watch parameters, the tensors that FSDP2 gathers in their place, and the begin and end of the model's forward."""
     sharded = [(module, one) for module, one, _ in fsdp_params(model) if one.sharded_param in facts]
     for param in facts.keys() - {one.sharded_param for _, one in sharded}:
@@ -125,7 +121,7 @@ def _follow(model: nn.Module, facts: Mapping[nn.Parameter, ParamFacts], watch: W
             yield module.register_forward_pre_hook(partial(watch.follow_gathered, facts[one.sharded_param], one))
 
 
-def _settle_compute(facts: Mapping[nn.Parameter, ParamFacts], watch: Watch, compiled: Collection[Tensor]) -> None:
+def _settle_compute(facts: Facts, watch: Watch, compiled: Collection[Tensor]) -> None:
     """Note the dtypes that each parameter was computed with: those seen, else those that a policy declares.
 
     `compiled`: the parameters of compiled modules.

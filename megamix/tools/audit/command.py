@@ -51,10 +51,8 @@ def _of_script(arguments: argparse.Namespace) -> Iterator[str]:
     seen = audit_script(command, updates, quiet=arguments.json)
     yield _page(arguments, seen.report, f"update {updates} of {shlex.join(command)} on {seen.ranks} rank(s)")
     if seen.waiting:
-        say(
-            f"megamix audit: the optimizer of {seen.waiting} parameter(s) made no step meanwhile: not judged; "
-            "try another --updates", sys.stderr,
-        )  # fmt: skip
+        still = f"the optimizer of {seen.waiting} parameter(s) made no step meanwhile: not judged"
+        say(f"megamix audit: {still}; try another --updates", sys.stderr)
     if seen.unseen:
         say(f"megamix audit: {seen.unseen} tensor(s) that optimizers move match no module: not judged", sys.stderr)
 

@@ -127,7 +127,11 @@ class ParamFacts:
         return self.largest.get("lr", 0.0)
 
 
-def describe(model: nn.Module) -> dict[nn.Parameter, ParamFacts]:
+Facts = Mapping[nn.Parameter, ParamFacts]
+Note = Mapping[str, Any]  # what a rank has found, from JSON
+
+
+def describe(model: nn.Module) -> Facts:
     """Return the facts that follow from the model alone, under names without wrappers' additions.
 
     A shared parameter has its first name. Raises: ValueError for FSDP1, whose weights are views of flat parameters.

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megamix.tools.audit.facts import DTYPES, local
+from megamix.tools.audit.holders import held_by
 from megamix.tools.verify.core.tape import tensors_in
 
 KINDS = ("loss", "gradient", "state", "weight")  # in the order in which an update makes them
@@ -37,7 +38,7 @@ def first_not_finite(
         return NotFinite("loss", update=update)
     if optimizer is None or getattr(optimizer, "found_inf", None):
         return None
-    held = [param for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
+    held = [param for param in held_by(optimizer) if param.grad is not None]
     made = {
         "gradient": [param.grad for param in held],
         "state": [optimizer.state.get(param, {}) for param in held],

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megamix.model import fp8
 from megamix.model.fp8 import Codes, FP8Linear
-from megamix.tools.audit.facts import FP8, ParamFacts
+from megamix.tools.audit.facts import FP8, Facts, ParamFacts
 
 
 @contextmanager
-def codes_told(facts: Mapping[nn.Parameter, ParamFacts]) -> Iterator[None]:
+def codes_told(facts: Facts) -> Iterator[None]:
     """Count the codes that each weight's products multiply within the block, in forward and in backward. Compiled
     products are not observed.
     """

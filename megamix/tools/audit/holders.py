@@ -2,31 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_leaves
+from torch.optim import Optimizer
 
-from megamix.tools.audit.facts import ALL, NOWHERE, UNKNOWN, ParamFacts, dtype_name, local
-from megamix.tools.verify.core.tape import fsdp_params
+from megamix.tools.audit.facts import ALL, NOWHERE, UNKNOWN, Facts, ParamFacts, dtype_name, local
+from megamix.tools.verify.core.tape import fsdp_params, tensors_in
 
 _INSIDE = ("optim", "optimizer", "_optimizer", "base_optimizer")
 _HOOKS = {"fp16_compress_hook": torch.float16, "bf16_compress_hook": torch.bfloat16, "allreduce_hook": None}
 
 
-def innermost(optimizer: object) -> torch.optim.Optimizer:
+def held_by(*optimizers: Optimizer) -> list[nn.Parameter]:
+    """Return the tensors that optimizers update, in the order of their groups."""
+    return [param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]]
+
+
+def innermost(optimizer: object) -> Optimizer:
     """Return the optimizer whose step updates, inside `ZeroRedundancyOptimizer`, accelerate's and others' wrappers.
 
     Raises: TypeError for an object that is no optimizer.
     """
     inner = (getattr(optimizer, name, None) for name in _INSIDE)
-    if (found := next((one for one in inner if isinstance(one, torch.optim.Optimizer)), None)) is not None:
+    if (found := next((one for one in inner if isinstance(one, Optimizer)), None)) is not None:
         return innermost(found)
-    if not isinstance(optimizer, torch.optim.Optimizer):
+    if not isinstance(optimizer, Optimizer):
         raise TypeError(
             f"audit takes a torch.optim.Optimizer or a megamix.ShardedEngine, got {type(optimizer).__name__}; give the "
             "optimizer whose step() your loop calls"
@@ -34,11 +39,9 @@ def innermost(optimizer: object) -> torch.optim.Optimizer:
     return optimizer
 
 
-def find_masters(
-    optimizer: torch.optim.Optimizer, facts: Mapping[nn.Parameter, ParamFacts]
-) -> dict[Tensor, ParamFacts]:
+def find_masters(optimizer: Optimizer, facts: Facts) -> dict[Tensor, ParamFacts]:
     """Return the facts of each tensor that the optimizer updates, which is a parameter or a copy that rounds to it."""
-    held = [param for group in innermost(optimizer).param_groups for param in group["params"]]
+    held = held_by(innermost(optimizer))
     masters: dict[Tensor, ParamFacts] = {param: facts[param] for param in held if param in facts}
     missing = {param: one for param, one in facts.items() if one.trains and param not in masters}
     copies: dict[Tensor, ParamFacts] = {}
@@ -47,10 +50,9 @@ def find_masters(
         param = next((one for one in alike if torch.equal(local(copy).to(one.dtype), local(one))), None)
         if param is not None:
             copies[copy] = missing.pop(param)
-    state = tree_leaves(optimizer.state_dict()) if copies else []
-    saved = {local(tensor).data_ptr() for tensor in state if isinstance(tensor, Tensor)}
-    for copy, one in copies.items():
-        one.count(unsaved=local(copy).data_ptr() not in saved)
+    saved = {local(tensor).data_ptr() for tensor in tensors_in(optimizer.state_dict() if copies else {})}
+    for master, one in copies.items():
+        one.count(unsaved=local(master).data_ptr() not in saved)
     for master, one in (masters | copies).items():
         one.dtypes["master"] = dtype_name(master.dtype)
         one.count(held=1)
@@ -63,9 +65,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 @contextmanager
-def wires_told(
-    model: nn.Module, facts: Mapping[nn.Parameter, ParamFacts], reduced: Collection[torch.dtype]
-) -> Iterator[None]:
+def wires_told(model: nn.Module, facts: Facts, reduced: Collection[torch.dtype]) -> Iterator[None]:
     """Note the dtypes in which DDP and FSDP2 say that they compute and send.
 
     After the step, a wire whose dtype DDP's hook hides gets the dtype that the ranks were seen to sum, if it is only
@@ -82,11 +82,9 @@ def wires_told(
                     sent = (ddp.mixed_precision and ddp.mixed_precision.reduce_dtype) or _HOOKS.get(hook) or param.dtype
                     facts[param].dtypes["wire"] = dtype_name(sent) if hook in _HOOKS else UNKNOWN
                     facts[param].weight_sums = {ranks if hook in _HOOKS else ALL: []}
-    for _, gathered, policy in fsdp_params(model):
+    for _, gathered, dtypes in fsdp_params(model):
         if (param := gathered.sharded_param) in facts:
-            compute = policy.param_dtype or param.dtype
-            told = {"compute": dtype_name(compute), "wire": dtype_name(policy.reduce_dtype or compute)}
-            facts[param].dtypes |= told
+            facts[param].dtypes |= zip(("compute", "wire"), map(dtype_name, dtypes), strict=True)
     yield
     seen = " and ".join(sorted(map(dtype_name, reduced)))
     for one in facts.values():

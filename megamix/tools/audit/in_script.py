@@ -15,12 +15,13 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from megamix.tools.audit.audit import make_note, torch_updates, watched
-from megamix.tools.audit.facts import ParamFacts, describe
+from megamix.tools.audit.facts import describe
 from megamix.tools.audit.finite import NotFinite, first_not_finite
-from megamix.tools.audit.holders import innermost
+from megamix.tools.audit.holders import held_by, innermost
 from megamix.tools.audit.watch import Watch
 
 WAIT_S = 60.0  # for ranks whose update takes longer
@@ -40,17 +41,17 @@ class ScriptAudit:
     def __init__(self, updates: int, folder: str, tell: Callable[..., None]):
         """`updates`: number of the update to watch, at least 2. `tell`: writes this process's note into `folder`."""
         self._updates, self._folder, self._tell = updates, Path(folder), tell
-        self._leader: weakref.ref[torch.optim.Optimizer] | None = None
-        self._first: torch.Tensor | None = None  # parameter of the leader
+        self._leader: weakref.ref[Optimizer] | None = None
+        self._first: Tensor | None = None  # parameter of the leader
         self._made, self._again, self._first_number = 0, 0, 1
-        self._optimizers: list[torch.optim.Optimizer] = []
-        self._stepped: list[torch.optim.Optimizer] = []  # since the watch began
+        self._optimizers: list[Optimizer] = []
+        self._stepped: list[Optimizer] = []  # since the watch began
         self._watch: Watch | None = None
         self._not_finite: NotFinite | None = None  # before the watch began
         self._stack = ExitStack()
-        self._filled = weakref.WeakKeyDictionary[torch.optim.Optimizer, int]()  # its count after a step of zeros
+        self._filled = weakref.WeakKeyDictionary[Optimizer, int]()  # its count after a step of zeros
 
-    def after_update(self, optimizer: torch.optim.Optimizer, losses: Sequence[torch.Tensor]) -> None:
+    def after_update(self, optimizer: Optimizer, losses: Sequence[Tensor]) -> None:
         """Take note of an update. `losses`: of the last backward pass.
 
         Raises: ValueError that says why the script cannot be audited.
@@ -73,37 +74,35 @@ class ScriptAudit:
             self._made += 1
             if self._made == self._updates - 1:
                 self._begin()
-        elif self._watch.overflowed or optimizer not in self._optimizers:
-            self._again += 1
-            if self._watch.overflowed and self._again > MOST_SKIPPED:
-                raise ValueError(f"{self._again} attempts in a row overflowed; audit it later: --updates 100")
-            if not self._watch.overflowed and self._again > MOST_ANEW:
-                raise ValueError("it makes an optimizer for each update; one optimizer must make two in a row")
-            self._stack.close()
-            self._begin()
-        else:
-            self._stack.close()
+            return
+        self._stack.close()
+        if optimizer in self._optimizers and not self._watch.overflowed:
             self._end(self._watch)
+        self._again += 1
+        if self._watch.overflowed and self._again > MOST_SKIPPED:
+            raise ValueError(f"{self._again} attempts in a row overflowed; audit it later: --updates 100")
+        if not self._watch.overflowed and self._again > MOST_ANEW:
+            raise ValueError("it makes an optimizer for each update; one optimizer must make two in a row")
+        self._begin()
 
-    def _only_fills(self, optimizer: torch.optim.Optimizer) -> bool:
+    def _only_fills(self, optimizer: Optimizer) -> bool:
         """Return whether a step before any backward pass was of zeros: it fills states, and moves their count."""
-        grads = [param.grad for group in optimizer.param_groups for param in group["params"]]
-        if any(bool(grad.any()) for grad in grads if grad is not None):
+        if any(param.grad is not None and bool(param.grad.any()) for param in held_by(optimizer)):
             return False
         self._filled[optimizer] = _count(optimizer)
         optimizer.register_load_state_dict_post_hook(lambda loaded: self._filled.update({loaded: 0}))
         return True
 
-    def _leads(self, optimizer: torch.optim.Optimizer) -> bool:
+    def _leads(self, optimizer: Optimizer) -> bool:
         """Return whether this is the optimizer that stepped first, or has taken its place."""
-        first = next(param for group in optimizer.param_groups for param in group["params"])
+        first = held_by(optimizer)[0]
         leader = self._leader and self._leader()
         if leader is None or first is self._first:
             self._leader, self._first = weakref.ref(optimizer), first
         return first is self._first
 
     def _begin(self) -> None:
-        self._optimizers = [one for one in _living(torch.optim.Optimizer) if innermost(one) is one]
+        self._optimizers = [one for one in _living(Optimizer) if innermost(one) is one]
         roots = trained_roots(self._optimizers)
         if not roots:
             raise ValueError(
@@ -118,13 +117,16 @@ class ScriptAudit:
     def _end(self, watch: Watch) -> None:
         met = dist.is_available() and dist.is_initialized()
         world = dist.get_world_size() if met else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # torchrun's
-        judged = [*self._judged()]
-        held = {param for optimizer in self._stepped for group in optimizer.param_groups for param in group["params"]}
-        unseen = len(held) - sum("held" in one.counts for one in judged)
+        # Parameters whose optimizer has made no step meanwhile are not judged.
+        moved = held_by(*(one for one in self._optimizers if one in self._stepped))
+        waiting = {*held_by(*self._optimizers)}.difference(moved)
+        judged = [one for param, one in self._facts.items() if param not in waiting]
+        for one in judged:
+            one.counts.pop("unsaved", None)  # the script may save copies of masters by itself
+        unseen = len({*held_by(*self._stepped)}) - sum("held" in one.counts for one in judged)
         watch.first = self._not_finite or (watch.first and replace(watch.first, update=self._updates))
-        waiting = len(self._facts) - len(judged)
-        note = make_note(self._facts, judged, watch)
-        self._tell("facts", **note, world=world, unseen=unseen, waiting=waiting, first=self._first_number)
+        note = make_note(self._facts, judged, watch) | {"waiting": len(self._facts) - len(judged)}
+        self._tell("facts", **note, world=world, unseen=unseen, first=self._first_number)
         end = time.monotonic() + WAIT_S
         while len([*self._folder.glob("*.facts")]) < world and time.monotonic() < end:
             time.sleep(0.05)
@@ -133,26 +135,15 @@ class ScriptAudit:
         sys.stderr.flush()
         os._exit(0)
 
-    def _judged(self) -> Iterator[ParamFacts]:
-        """Yield the facts that are whole: without parameters whose optimizer has made no step meanwhile."""
-        moved, waiting = set[torch.Tensor](), set[torch.Tensor]()
-        for optimizer in self._optimizers:
-            params = {param for group in optimizer.param_groups for param in group["params"]}
-            (moved if optimizer in self._stepped else waiting).update(params)
-        for param, one in self._facts.items():
-            if param in moved or param not in waiting:
-                one.counts.pop("unsaved", None)  # the script may save copies of masters by itself
-                yield one
 
-
-def trained_roots(optimizers: Sequence[torch.optim.Optimizer]) -> list[nn.Module]:
+def trained_roots(optimizers: Sequence[Optimizer]) -> list[nn.Module]:
     """Return the outermost modules whose parameters these optimizers hold.
 
     If they hold copies, parameters with a gradient count as held. If several modules hold the same parameters, as a
     module and its compiled form do, only the first one is returned.
     """
     modules = [*_living(nn.Module)]
-    held = {param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]}
+    held = {*held_by(*optimizers)}
     copies = bool(held.difference(*(module.parameters() for module in modules)))
 
     def trained(module: nn.Module) -> set[nn.Parameter]:
@@ -168,7 +159,7 @@ def trained_roots(optimizers: Sequence[torch.optim.Optimizer]) -> list[nn.Module
     return roots
 
 
-def _count(optimizer: torch.optim.Optimizer) -> int:
+def _count(optimizer: Optimizer) -> int:
     """Return the number of updates that an optimizer has counted; 0 if it counts none."""
     return max((int(held.get("step", 0)) for held in (*optimizer.state.values(), *optimizer.param_groups)), default=0)
 
@@ -180,8 +171,6 @@ def _living(kind: type[Kind]) -> Iterator[Kind]:
 
 def _together(roots: Sequence[nn.Module]) -> nn.Module:
     """Return a module in which each root has the name of its class, and a number if there are others of it."""
-    kinds, named = [type(root).__name__ for root in roots], dict[str, nn.Module]()
-    for kind, root in zip(kinds, roots, strict=True):
-        number = sum(name.startswith(kind) for name in named)
-        named[f"{kind}{number}" if kinds.count(kind) > 1 else kind] = root
-    return nn.ModuleDict(named)
+    kinds = [type(root).__name__ for root in roots]
+    names = [f"{kind}{kinds[:at].count(kind)}" if kinds.count(kind) > 1 else kind for at, kind in enumerate(kinds)]
+    return nn.ModuleDict(dict(zip(names, roots, strict=True)))

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
 
-from megamix.tools.audit.facts import COLUMNS, NOWHERE, UNKNOWN, ParamFacts, join_facts
+from megamix.tools.audit.facts import COLUMNS, NOWHERE, UNKNOWN, Note, ParamFacts, join_facts
 from megamix.tools.audit.warnings import AuditWarning, warnings_of
 
 WIDTH = 120
@@ -74,11 +73,11 @@ class AuditReport:
             raise RuntimeError(_TOO_EARLY)
         return any(one.harms for one in self.warnings)
 
-    def fill(self, notes: Sequence[Mapping[str, Any]], *, skipped: bool) -> None:
+    def fill(self, notes: Sequence[Note], *, skipped: bool) -> None:
         """Take the notes of all ranks on one step."""
         facts, loss_scale = join_facts(note["facts"] for note in notes), notes[0]["loss_scale"]
         self.rows, self.loss_scale = make_rows(facts.values()), None if loss_scale == 1 else loss_scale
-        self.warnings = warnings_of(facts, self.rows, notes, self.loss_scale is not None, skipped)
+        self.warnings = warnings_of(facts, self.rows, notes, skipped)
 
     def lines(self) -> Iterator[str]:
         """Yield the page, at most 120 characters wide but for names and warnings."""

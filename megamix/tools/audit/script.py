@@ -8,19 +8,18 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from megamix.tools.audit.facts import Note
 from megamix.tools.audit.report import AuditReport
 
 POLL_S = 0.1
 LEAVE_S = 10.0  # seconds that the command has to end after its audit, and again after SIGTERM
 _START = Path(__file__).with_name("start")
-
-Note = Mapping[str, Any]
 
 
 class ScriptReport(NamedTuple):

@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
+from megamix.mixed_precision.bucket import OwnedRange
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.observer import DIRECTION, GRADIENT, SOURCE
 from megamix.mixed_precision.update_slice import AVERAGE, MASTER, number_at
@@ -71,7 +73,7 @@ def only_half_values(values: Tensor) -> bool:
 
 @contextmanager
 def optimizer_updates(
-    optimizer: torch.optim.Optimizer, find_masters: Callable[[], dict[Tensor, ParamFacts]], watch: Watch
+    optimizer: Optimizer, find_masters: Callable[[], dict[Tensor, ParamFacts]], watch: Watch
 ) -> Iterator[None]:
     """Count the changes that a torch optimizer makes between the hooks of its step.
 
@@ -79,7 +81,7 @@ def optimizer_updates(
     """
     masters, under_way = find_masters(), dict[Tensor, Update]()
 
-    def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    def before(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         under_way.clear()
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if not callable(closure):
@@ -115,7 +117,7 @@ def optimizer_updates(
                 under_way[param] = update
 
     @torch.no_grad()
-    def after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         states = {param: held for group in optimizer.param_groups for param, held in _states(optimizer, group).items()}
         for param, update in under_way.items():
             assert param.grad is not None
@@ -126,7 +128,7 @@ def optimizer_updates(
         yield
 
 
-def _states(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> dict[Tensor, dict[str, Tensor]]:
+def _states(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[Tensor, dict[str, Tensor]]:
     """Return the states of each parameter of a group that have its number of elements, in its shape.
 
     Some Muons keep one tensor for parameters of one shape, under the first of them or in the group: each parameter has
@@ -158,13 +160,11 @@ def engine_updates(engine: ShardedEngine, facts: Mapping[str, ParamFacts], watch
     updates: list[Update] = []
     for owned in engine.owned_ranges():
         group = engine.optimizer.group_of(owned.spec.name, owned.spec.full_shape)
-        lr, states = number_at(table, applied + 1) * group.lr_factor, {**owned.tensors}
+        lr, one = number_at(table, applied + 1) * group.lr_factor, facts[owned.spec.name]
         betas = [number_at(beta, applied + 1) for beta in group.betas]
-        one, master = facts[owned.spec.name], states.pop(MASTER)
         decays = number_at(group.weight_decay, applied + 1) > 0
-        states.pop(AVERAGE, None)  # no moment: no update reads it
         one.count(by_chance=getattr(engine.optimizer, "takes_chances", False))
-        updates.append(Update(one, master, states, applied, lr, betas, decays))
+        updates.append(Update(one, owned.tensors[MASTER], _moments(owned), applied, lr, betas, decays))
     for bucket in engine.buckets:
         wire = NOWHERE if bucket.owners.axis.size == 1 else dtype_name(bucket.grads.dtype)
         total = dtype_name(bucket.grad_sum.dtype)
@@ -184,6 +184,10 @@ def engine_updates(engine: ShardedEngine, facts: Mapping[str, ParamFacts], watch
     if watch.steps == 1:
         for update, owned in zip(updates, engine.owned_ranges(), strict=True):
             grad = used.values[GRADIENT, owned.spec.name]
-            states = {name: one for name, one in owned.tensors.items() if name not in (MASTER, AVERAGE)}
-            update.after(grad, states, used.values.get((DIRECTION, owned.spec.name)))
+            update.after(grad, _moments(owned), used.values.get((DIRECTION, owned.spec.name)))
             update.facts.note_largest(gradient=grad.abs().amax())
+
+
+def _moments(owned: OwnedRange) -> dict[str, Tensor]:
+    """Return the states that updates read: of the average of the weights none does."""
+    return {name: one for name, one in owned.tensors.items() if name not in (MASTER, AVERAGE)}

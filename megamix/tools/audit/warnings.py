@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megamix.tools.audit.facts import ALL, DTYPES, FP8, HALVES, NOWHERE, UNKNOWN, ParamFacts
+from megamix.tools.audit.facts import ALL, DTYPES, FP8, HALVES, NOWHERE, UNKNOWN, Note, ParamFacts
 from megamix.tools.audit.finite import KINDS
 
 _TEXTS: dict[str, Any] = tomllib.loads(Path(__file__).with_name("warnings.toml").read_text())
@@ -45,17 +45,13 @@ def _warning(rule: str, where: str, more: str = "", **words: object) -> AuditWar
 
 
 def warnings_of(
-    facts: Mapping[str, ParamFacts],
-    rows: Sequence[ParamFacts],
-    notes: Sequence[Mapping[str, Any]],
-    scaled: bool,
-    skipped: bool,
+    facts: Mapping[str, ParamFacts], rows: Sequence[ParamFacts], notes: Sequence[Note], skipped: bool
 ) -> list[AuditWarning]:
     """Return all warnings, harmful ones first. If several rows have one warning, it names the worst.
 
-    `notes`: one from each rank. `scaled`: whether the loss has a scale. `skipped`: whether the step was skipped.
+    `notes`: one from each rank. `skipped`: whether the step was skipped.
     """
-    ranks = len(notes)
+    ranks, scaled = len(notes), notes[0]["loss_scale"] not in (None, 1)
     rows = [row for row in rows if row.trains]
     trained = [facts[name] for row in rows for name in row.parameters]
     held = [one for one in trained if one.counts.get("held")]
@@ -89,7 +85,7 @@ def warnings_of(
     return sorted(found, key=lambda one: not one.harms)
 
 
-def _not_finite(notes: Sequence[Mapping[str, Any]]) -> Iterator[AuditWarning]:
+def _not_finite(notes: Sequence[Note]) -> Iterator[AuditWarning]:
     """Yield a warning about the first number that was not finite on any rank, if there is one."""
     found = [note["not_finite"] for note in notes if note["not_finite"]]
     if found:

@@ -6,7 +6,6 @@ import argparse
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 
 from megamix.arguments import Parser, add_config, check_plugins, print_lines
 from megamix.config import load_config
@@ -43,32 +42,23 @@ def _steps(text: str) -> int:
     return int(text)
 
 
-@contextmanager
-def _ranks_end_first() -> Iterator[None]:
-    """End the ranks, too, at a SIGTERM in the block, so that they leave nothing behind."""
-    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-@_ranks_end_first()
 def run_verify(arguments: argparse.Namespace) -> int:
     _refuse_idle(arguments)
-    with ProgressLine("megamix verify") as arguments.progress:
-        lines = _trainer_lines(arguments) if arguments.trainer else _config_lines(arguments)
-        return 0 if print_lines(lines, arguments.progress) else 1
+    # At a SIGTERM the ranks end, too, and leave nothing behind.
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        with ProgressLine("megamix verify") as arguments.progress:
+            lines = _trainer_lines(arguments) if arguments.trainer else _config_lines(arguments)
+            return 0 if print_lines(lines, arguments.progress) else 1
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _refuse_idle(arguments: argparse.Namespace) -> None:
     """End with status 2 for an argument that has no effect beside the others."""
     kind = next((kind for kind in ("trainer", "runs", "twice") if getattr(arguments, kind)), "layouts")
-    idle = {
-        "trainer": ("config", "layouts"), "runs": ("ranks", "steps", "bisect"), "twice": ("ranks", "steps", "bisect"),
-        "layouts": ("ranks", "steps"),
-    }[kind]  # fmt: skip
-    for name in idle:
+    idle = {"trainer": ("config", "layouts"), "layouts": ("ranks", "steps")}
+    for name in idle.get(kind, ("ranks", "steps", "bisect")):
         if getattr(arguments, name):
             flag = "CONFIG" if name == "config" else f"--{name}"
             beside = "a configuration's layouts" if kind == "layouts" else f"--{kind}"

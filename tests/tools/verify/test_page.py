@@ -87,7 +87,7 @@ def test_what_is_not_finite_is_never_within_a_bound():
     verdict.note("gradient", "weight", 1.0, math.inf)
     verdict.equal("weight", "bias", torch.ones(2), torch.ones(2))
     right = RightUpdate(
-        rule=lambda name, grad, before, **_: {"master": weight.double()}, name="w", before={"master": weight}, lr=1e-3,
+        rule=lambda grad, before, **_: {"master": weight.double()}, name="w", before={"master": weight}, lr=1e-3,
         grad=torch.zeros(4, dtype=torch.float64), weight_decay=0.0, update=1, attempts=1,
     )  # fmt: skip
     right.note(verdict, {"master": torch.tensor([1.0, 1.0, torch.nan, 1.0])}, {"master": torch.float32})

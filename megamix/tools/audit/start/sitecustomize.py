@@ -49,7 +49,7 @@ class Updates:
         autograd.backward = self.told(autograd.backward, self.before_backward)
         autograd.grad = self.told(autograd.grad, self.count_pass)
         optimizer_module.register_optimizer_step_post_hook(self.after_update)
-        atexit.register(self.at_exit)
+        atexit.register(lambda: tell("end", made=self.made))
 
     def told(self, function: Callable[..., Any], before: Callable[..., None]) -> Callable[..., Any]:
         """Return torch's function, with a call of `before` in front of it."""
@@ -91,9 +91,6 @@ class Updates:
             self.audit.after_update(optimizer, self.losses)
         except Exception as error:
             refuse(f"{type(error).__name__}: {error}")
-
-    def at_exit(self) -> None:
-        tell("end", made=self.made)
 
 
 def refuse_engine(engine: Any) -> None:

@@ -89,7 +89,7 @@ class RightStep:
     groups: Mapping[str, int] = field(default_factory=dict)  # a parameter's group of the optimizer
     earlier: RightStep | None = field(default=None, repr=False)
     ranks: int = 1  # number of all ranks; more than those that read data if some divide the model
-    owners: Mapping[str, Tensor] = field(default_factory=dict)  # by parameter: each element's owner
+    owners: Tensors = field(default_factory=dict)  # by parameter: each element's owner
     tp_size: int = 1
     replicated: Collection[str] = ()  # parameters that tensor-parallel ranks replicate
 
@@ -135,7 +135,7 @@ class RightStep:
     def _of_name(self, name: str) -> Parts:
         return [[part[name] for part in mine] for mine in self.parts]
 
-    def explain(self, name: str, found: Mapping[str, Tensor], bound: float) -> str:
+    def explain(self, name: str, found: Tensors, bound: float) -> str:
         """Say which kind of mistake the gradient of `name` looks like, among those `found`; "" for no known one."""
         whole, weight, off = self.whole[name], self.weights[name].double(), found[name]
         want = whole * self.coefficient
@@ -347,7 +347,7 @@ class RightStep:
         """Yield the right numbers in wrong places."""
         whole = self.whole[name]
         for other, grad in self.whole.items():
-            if other != name and grad.shape == whole.shape:
+            if grad.shape == whole.shape:
                 yield f"that of {other}", grad
         if whole.dim() == 2 and (whole.size(0) > 1 and whole.size(1) > 1):
             yield "transposed", whole.t().reshape(whole.shape)

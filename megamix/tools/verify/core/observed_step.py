@@ -6,7 +6,7 @@ The parts of all ranks then become whole tensors by name, and copies of the same
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -22,7 +22,7 @@ from megamix.mixed_precision.step import StepResult
 from megamix.model.span import Span
 from megamix.tools.verify.core.choices import Choice, Choices
 from megamix.tools.verify.core.tape import Tape
-from megamix.tools.verify.core.verdict import Tensors, equal_bits
+from megamix.tools.verify.core.verdict import ByState, Tensors, equal_bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,19 +42,22 @@ class ObservedStep:
     scalars: dict[str, float]
     owned: list[Fragment]  # gradient, and master and states after the step; for matrices Muon's input and direction
     copies: list[Fragment]  # the half parameters that this rank's next forward would read
-    buffers: dict[str, Tensor] = field(default_factory=dict)  # buffers of this rank's module
+    buffers: Tensors  # buffers of this rank's module
+    tallied: Tensors  # FP32 counts of all ranks, by tally
+    dp_rank: int  # data-parallel rank whose micro-batches these were
+    span: Span | None  # division of their positions
     choices: dict[str, list[Choice]] = field(default_factory=dict)  # of each micro-batch, by router
-    tallied: Tensors = field(default_factory=dict)  # FP32 counts of all ranks, by tally
     tape: Tape = field(default_factory=dict)  # tensors through the modules of the first micro-batch, if recorded
-    dp_rank: int = 0  # data-parallel rank whose micro-batches these were
-    span: Span | None = None  # division of their positions
 
 
 def observed(engine: ShardedEngine, result: StepResult | None, used: UsedValues) -> ObservedStep:
     """Return the state of a rank after a step. `result`: the step's; None: there was no step, and no gradient."""
     with engine.whole_parameters():
-        copies = [*_copies(engine)]
-    owned = [*used.fragments(), *_states(engine)]
+        engine.wait()
+        slots = ((bucket, slot.spec) for bucket in engine.buckets for slot in bucket.plan.slots)
+        copies = [_fragment(spec, "copy", 0, bucket.named_params[spec.name].reshape(-1)) for bucket, spec in slots]
+    held = (*engine.owned_ranges(), *engine.held_states())
+    states = [_fragment(one.spec, state, one.start, own) for one in held for state, own in one.tensors.items()]
     span: Span | None = getattr(engine.module, "span", None)
     if span is not None:
         span = Span(span.num_ranks, span.rank, by_heads=span.by_heads)  # a span that no forward has entered can be sent
@@ -67,7 +70,7 @@ def observed(engine: ShardedEngine, result: StepResult | None, used: UsedValues)
         "skipped_steps": float(engine.skipped_steps),
     }
     return ObservedStep(
-        scalars=scalars, owned=owned, copies=copies, buffers=buffers, tallied=tallied,
+        scalars=scalars, owned=used.fragments() + states, copies=copies, buffers=buffers, tallied=tallied,
         dp_rank=engine.topology.data.rank, span=span,
     )  # fmt: skip
 
@@ -116,19 +119,6 @@ class Poison:
         return grad
 
 
-def _states(engine: ShardedEngine) -> Iterator[Fragment]:
-    for owned in (*engine.owned_ranges(), *engine.held_states()):
-        for state, values in owned.tensors.items():
-            yield _fragment(owned.spec, state, owned.start, values)
-
-
-def _copies(engine: ShardedEngine) -> Iterator[Fragment]:
-    engine.wait()
-    for bucket in engine.buckets:
-        for slot in bucket.plan.slots:
-            yield _fragment(slot.spec, "copy", 0, bucket.named_params[slot.spec.name].detach().reshape(-1))
-
-
 def _fragment(spec: ParamSpec, state: str, start: int, values: Tensor) -> Fragment:
     return Fragment(spec, state, start, values.detach().to("cpu", torch.float32, copy=True))
 
@@ -140,11 +130,11 @@ class Whole:
     `owners`: the rank that had each element, INT64. `problems`: elements that were missing, or differed.
     """
 
-    tensors: dict[tuple[str, str], Tensor] = field(default_factory=dict)
-    owners: dict[tuple[str, str], Tensor] = field(default_factory=dict)
+    tensors: ByState = field(default_factory=dict)
+    owners: ByState = field(default_factory=dict)
     problems: list[tuple[str, str]] = field(default_factory=list)  # (parameter, problem)
 
-    def of(self, state: str) -> dict[str, Tensor]:
+    def of(self, state: str) -> Tensors:
         return {name: tensor for (kind, name), tensor in self.tensors.items() if kind == state}
 
 
@@ -153,18 +143,16 @@ def assemble(ranks: Sequence[Iterable[Fragment]]) -> Whole:
     whole = Whole()
     for rank, fragments in enumerate(ranks):
         for part in fragments:
-            key = part.state, part.spec.name
-            places = torch.arange(math.prod(part.spec.full_shape)).view(part.spec.full_shape)
-            where = places[part.spec.block].reshape(-1)[part.start : part.start + len(part.values)]
-            values = part.values
-            if key not in whole.owners:
-                whole.tensors[key] = torch.zeros(part.spec.full_shape)
-                whole.owners[key] = torch.full(part.spec.full_shape, -1)
-            full, owners = whole.tensors[key].view(-1), whole.owners[key].view(-1)
+            values, name, shape = part.values, part.spec.name, part.spec.full_shape
+            places = torch.arange(math.prod(shape)).view(shape)[part.spec.block]
+            where = places.reshape(-1)[part.start : part.start + len(values)]
+            full = whole.tensors.setdefault((part.state, name), torch.zeros(shape)).view(-1)
+            owners = whole.owners.setdefault((part.state, name), torch.full(shape, -1)).view(-1)
             again = owners[where] >= 0
-            if not equal_bits(full[where][again], values[again]):
-                gap = (full[where][again] - values[again]).abs().max()
-                whole.problems.append((part.spec.name, f"{part.state} of rank {rank} differs by {gap:.3g} from a copy"))
+            other, own = full[where][again], values[again]
+            if not equal_bits(other, own):
+                gap = (other - own).abs().max()
+                whole.problems.append((name, f"{part.state} of rank {rank} differs by {gap:.3g} from a copy"))
             full[where] = values
             owners[where] = rank
     for (state, name), owners in whole.owners.items():

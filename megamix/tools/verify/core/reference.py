@@ -12,6 +12,7 @@ from typing import Any, Self
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from megamix.beside.added_loss import added_losses_times
 from megamix.config import Config
@@ -148,11 +149,11 @@ def finite(grads: Tensors) -> bool:
 
 def moved(batch: Any, to: torch.device | torch.dtype) -> Any:
     """Return a micro-batch of tensors in tuples, lists and mappings on a device, or its floating tensors in a dtype."""
-    if isinstance(batch, Tensor):
-        return batch.to(to) if isinstance(to, torch.device) or batch.is_floating_point() else batch
-    if isinstance(batch, Mapping):
-        return {key: moved(part, to) for key, part in batch.items()}
-    if isinstance(batch, tuple | list):
-        parts = [moved(part, to) for part in batch]
-        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
-    return batch
+
+    def move(leaf: Any) -> Any:
+        if isinstance(leaf, Mapping):  # of a class that tree_map does not know
+            return moved(dict(leaf), to)
+        moves = isinstance(leaf, Tensor) and (isinstance(to, torch.device) or leaf.is_floating_point())
+        return leaf.to(to) if moves else leaf
+
+    return tree_map(move, batch)

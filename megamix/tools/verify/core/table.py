@@ -24,9 +24,8 @@ def result_lines(name: str, where: str, verdict: Verdict, bisect: bool = False) 
 
     `name`: a layout's, or a number of ranks. `where`: where they computed.
     """
-    shares = [[verdict.worst[check] for check in checks if check in verdict.worst] for checks in COLUMNS.values()]
-    worst = [max(column) if column else None for column in shares]
-    cells = ["-" if one is None else f"{one:.3f}" if one < 1000 else f"{one:.3g}" for one in worst]
+    worst = [max(verdict.worst.get(check, -1.0) for check in checks) for checks in COLUMNS.values()]
+    cells = ["-" if one < 0 else f"{one:.3f}" if one < 1000 else f"{one:.3g}" for one in worst]
     ends = "differs" if verdict.differences else "passes"
     yield row(name, where, str(verdict.attempts), str(verdict.skipped), *cells, ends)
     if verdict.tokens:

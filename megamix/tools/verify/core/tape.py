@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from megamix import names
 
 # Tensors that are recorded of one module, in this order. Each is the first of its kind in a step: the first
 # micro-batch's.
 INPUT, OUTPUT, OUTPUT_GRADIENT, INPUT_GRADIENT = "input", "output", "output gradient", "input gradient"
+Dtypes = tuple[torch.dtype, torch.dtype]  # in which a parameter computes, and sums its gradient
 Tape = dict[tuple[str, str], Tensor]  # by module and kind of tensor, in the order in which they came
 
 # Prefixes of names in DistributedDataParallel and Lightning Fabric. The engine takes no module that they wrap.
@@ -55,21 +58,18 @@ def recorded(model: nn.Module, *, wanted: bool = True, but: Container[str] = ())
         yield tape
 
 
-def fsdp_params(model: nn.Module) -> Iterator[tuple[nn.Module, Any, Any]]:
-    """Yield each parameter that FSDP2 divides: the module that gathers it, FSDP2's object, and its policy."""
+def fsdp_params(model: nn.Module) -> Iterator[tuple[nn.Module, Any, Dtypes]]:
+    """Yield each parameter that FSDP2 divides: the module that gathers it, FSDP2's object, and the dtypes in which its
+    policy computes and sums.
+    """
     for module in model.modules():
         state: Any = getattr(module, "_get_fsdp_state", None)  # the import of FSDP2's class takes a second
         for group in state()._fsdp_param_groups if state else ():
             for param in group.fsdp_params:
-                yield module, param, group.mp_policy
+                compute = group.mp_policy.param_dtype or param.sharded_param.dtype
+                yield module, param, (compute, group.mp_policy.reduce_dtype or compute)
 
 
 def tensors_in(values: Any) -> Iterator[Tensor]:
-    """Yield every tensor among nested arguments or results."""
-    if isinstance(values, Tensor):
-        yield values
-    elif isinstance(values, Mapping):
-        yield from tensors_in([*values.values()])
-    elif isinstance(values, tuple | list):
-        for value in values:
-            yield from tensors_in(value)
+    """Return every tensor among nested arguments or results."""
+    return (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))

@@ -16,7 +16,7 @@ from megamix.mixed_precision.update_slice import MASTER
 from megamix.tools.verify.core.hypotheses import HALVES, nearest
 from megamix.tools.verify.core.verdict import NOISE, U32, UNIT, Tensors, Verdict, max_abs
 
-Rule = Callable[..., Tensors]  # (name, grad, before, lr=, weight_decay=, update=) -> master and states of an optimizer
+Rule = Callable[..., Tensors]  # (grad, before, lr=, weight_decay=, update=) -> master and states of an optimizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ class RightUpdate:
 
     def updated(self, grad: Tensor, before: Tensors | None = None, **other: Any) -> Tensors:
         at = {"lr": self.lr, "weight_decay": self.weight_decay, "update": self.update} | other
-        return self.rule(self.name, grad, self.before if before is None else before, **at)
+        return self.rule(grad, self.before if before is None else before, **at)
 
     def note(self, verdict: Verdict, after: Tensors, dtypes: Mapping[str, torch.dtype], unseen: float = 0.0) -> None:
         """Compare master and states after the update with the equation in FP64.

@@ -5,22 +5,23 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 Tensors = dict[str, Tensor]
+ByState = dict[tuple[str, str], Tensor]  # by state and parameter
 Explanation = Callable[[], str] | str  # kind of a mistake, or a function that finds it
 
 UNIT = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.0**-24}  # the largest rounding, relative
-U32 = 2.0**-24
+U32, U8 = 2.0**-24, 2.0**-4  # of FP32, and of FP8's codes, which have 3 or 2 digits
 # Ranks add the same products in another order, and each order rounds as one rank does. The largest error of one order
 # may be twice that of another. A result that is wrong by a factor of two is wrong by hundreds of these errors.
 NOISE = 8.0
 # Rounding on one rank may be at most this share of the largest gradient, by the coarsest rounding of the step. A
-# mistake as large as that would pass. Right runs came to 0.18 of it.
-NOISIEST = {UNIT[torch.bfloat16]: 0.1, UNIT[torch.float16]: 0.03, U32: 1e-3}
-NOISIEST_IN_FP8 = 0.3  # products' codes have 3 or 2 digits; right runs came to 0.09, with norms behind blocks to 0.25
+# mistake as large as that would pass. Right runs came to 0.18 of it; in FP8 to 0.09, with norms behind blocks to 0.25.
+NOISIEST = {U8: 0.3, UNIT[torch.bfloat16]: 0.1, UNIT[torch.float16]: 0.03, U32: 1e-3}
 EXPLAINED = 8  # differences of one run that are explained; the first ones name the cause
 
 
@@ -120,30 +121,31 @@ def norm_of(grads: Tensors) -> float:
     return math.sqrt(sum(float(grad.square().sum()) for grad in grads.values()))
 
 
-def gradient_bound(noise: float, magnitudes: Tensor, roundings: int, unit: float, divisor: float | None) -> float:
-    """Return how far a gradient may be from FP64's at the same weights.
+class Bounds(NamedTuple):
+    """Bounds of gradients that ranks sum. `divisor`: the factor in a scaled FP16 gradient."""
 
-    It is NOISE times the rounding error on one rank, the largest over the parameter. One rank does not round the sums
-    over micro-batches and ranks. Each of these adds one rounding, in the sums' dtype, of a partial sum that is at most
-    the sum of `magnitudes`. Scaled gradients below FP16's normal numbers round to multiples of 2^-24.
-    `divisor`: the factor in a scaled FP16 gradient, else None.
-    """
-    tiny = 2.0**-25 * roundings / divisor if divisor else 0.0
-    return NOISE * noise + roundings * unit * float(magnitudes.max()) + tiny
+    roundings: int
+    unit: float  # of the sums' dtype
+    divisor: float = math.inf
 
+    def of_gradient(self, noise: float, magnitudes: Tensor) -> float:
+        """Return how far a gradient may be from FP64's at the same weights.
 
-def factor_bound(
-    noise: float, right: Tensor, magnitudes: Tensor, roundings: int, unit: float, divisor: float | None
-) -> float:
-    """Return how far from 1 the factor of a gradient along FP64's may be.
+        It is NOISE times the rounding error on one rank, the largest over the parameter. One rank does not round the
+        sums over micro-batches and ranks. Each of these adds one rounding, in the sums' dtype, of a partial sum that is
+        at most the sum of `magnitudes`. Scaled gradients below FP16's normal numbers round to multiples of 2^-24.
+        """
+        return NOISE * noise + self.roundings * (self.unit * float(magnitudes.max()) + 2.0**-25 / self.divisor)
 
-    `noise`: the largest error of a factor on one rank. Each sum adds an independent rounding to each element, as in
-    `gradient_bound`. In the factor they add up to one number, whose deviation is the root of their squares' sum.
-    """
-    tiny = 2.0**-25 * roundings / divisor if divisor else 0.0
-    square = right.square().sum()
-    deviation = roundings * unit * (right * magnitudes).norm() / square + tiny / square.sqrt()
-    return NOISE * (noise + float(deviation))
+    def of_factor(self, noise: float, right: Tensor, magnitudes: Tensor) -> float:
+        """Return how far from 1 the factor of a gradient along FP64's may be.
+
+        `noise`: the largest error of a factor on one rank. Each sum adds an independent rounding to each element, as in
+        `of_gradient`. In the factor they add up to one number, whose deviation is the root of their squares' sum.
+        """
+        norm = right.norm()
+        deviation = self.unit * (right * magnitudes).norm() / norm**2 + 2.0**-25 / self.divisor / norm
+        return NOISE * (noise + self.roundings * float(deviation))
 
 
 def equal_bits(one: Tensor, other: Tensor) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
@@ -38,7 +38,7 @@ def check_first_buffers(verdict: Verdict, plain: Tensors, seen: Sequence[SeenSte
             verdict.leave("initial buffer", name, "not compared: the plain model has none of this name")
 
 
-def explain_values(got: Tensor, want: Tensor, others: Mapping[str, Tensor]) -> str:
+def explain_values(got: Tensor, want: Tensor, others: Tensors) -> str:
     """Say which kind of mistake the first values look like, or how many elements have other values.
 
     `others`: values with other names. `got` and `want`: FP64.
@@ -48,7 +48,7 @@ def explain_values(got: Tensor, want: Tensor, others: Mapping[str, Tensor]) -> s
     return kind or f"other values in {float((got != want).double().mean()):.0%} of its elements"
 
 
-def _other_values(got: Tensor, want: Tensor, others: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+def _other_values(got: Tensor, want: Tensor, others: Tensors) -> Iterator[tuple[str, Tensor]]:
     for name, other in others.items():
         if other.shape == want.shape:
             yield f"that of {name}", other

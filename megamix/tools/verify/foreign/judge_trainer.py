@@ -23,17 +23,7 @@ from megamix.tools.verify.core.hypotheses import HALVES, RightStep, factor_of
 from megamix.tools.verify.core.norm_kinds import explain_clipping, explain_norm
 from megamix.tools.verify.core.reference import MicroBatches, Reference, Step, finite, moved
 from megamix.tools.verify.core.update_kinds import Halves
-from megamix.tools.verify.core.verdict import (
-    NOISE,
-    NOISIEST,
-    U32,
-    UNIT,
-    Tensors,
-    Verdict,
-    gradient_bound,
-    max_abs,
-    norm_of,
-)
+from megamix.tools.verify.core.verdict import NOISE, NOISIEST, U32, UNIT, Bounds, Tensors, Verdict, max_abs, norm_of
 from megamix.tools.verify.foreign.judge_buffers import check_buffers, check_first_buffers, explain_values
 from megamix.tools.verify.foreign.plain_optimizer import PlainUpdates
 from megamix.tools.verify.foreign.trainer import ForeignTrainer, alike, autocast_entered
@@ -232,28 +222,28 @@ class _Judge:
         `noise`: relative error of the native precision over all gradients. `slack`: relative error of the norm by which
         they are clipped.
         """
-        exact, coefficient, clip = right.exact, right.coefficient, self.trainer.clip_grad
+        whole, coefficient, clip = right.whole, right.coefficient, self.trainer.clip_grad
         roundings, scaled = sum(map(len, right.by_rank)) + 1, after.loss_scale / max(right.flat[1])
         bounds = {}
-        for name, want in exact.grads.items():
+        for name, want in whole.items():
             _, sums = after.dtypes.get(name, (torch.float32, torch.float32))
             rounded = max(max_abs(native.grads[name] - want), noise * max_abs(want))
             in_fp16 = right.loss_scale != 1 or right.weights[name].dtype == torch.float16
-            divisor = scaled if in_fp16 else None
-            bound = gradient_bound(rounded, exact.magnitudes[name], roundings, UNIT[sums], divisor) * coefficient
+            limits = Bounds(roundings, UNIT[sums], scaled if in_fp16 else math.inf)
+            bound = limits.of_gradient(rounded, right.exact.magnitudes[name]) * coefficient
             bounds[name] = bound + slack * coefficient * max_abs(want) * bool(clip)
         if not after.gradients and type(self.trainer).gradients is not ForeignTrainer.gradients:
-            after.gradients |= {name: grad * coefficient for name, grad in exact.grads.items()}
+            after.gradients |= {name: grad * coefficient for name, grad in whole.items()}
             return bounds
-        found = {name: after.gradients.get(name, torch.zeros_like(want)).double() for name, want in exact.grads.items()}
+        found = {name: after.gradients.get(name, torch.zeros_like(want)).double() for name, want in whole.items()}
         # One wrong gradient changes the norm by which all are clipped, so it is named before the others.
-        factors = {name: factor_of(found[name], want) for name, want in exact.grads.items() if bool(want.any())}
+        factors = {name: factor_of(found[name], want) for name, want in whole.items() if bool(want.any())}
         common = median(factors.values()) if clip and factors else coefficient
-        apart = {name: max_abs(found[name] - common * want) > bounds[name] for name, want in exact.grads.items()}
+        apart = {name: max_abs(found[name] - common * want) > bounds[name] for name, want in whole.items()}
         if not 0 < common < 1.001 or all(apart.values()):
             common, apart = coefficient, dict.fromkeys(apart, True)
         for name in sorted(apart, key=apart.__getitem__, reverse=True):
-            off = max_abs(found[name] - coefficient * exact.grads[name])
+            off = max_abs(found[name] - coefficient * whole[name])
             step = replace(right, coefficient=common) if apart[name] else right
 
             def explain(name: str = name, step: RightStep = step) -> str:

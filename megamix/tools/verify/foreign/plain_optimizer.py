@@ -93,8 +93,8 @@ class PlainUpdates:
                 coefficient=right.coefficient, loss_scale=after.loss_scale, lacking=lacking, of_rows=True,
                 rules=wrong_rules(optimizer, group), past=[one[name] for one in self.past],
                 peers={other: held[other] for other, kept in self.kept.items()
-                       if other != name and other in held and kept == self.kept[name]},
-                lrs={text: other for text, other in lrs.items() if other != lr},
+                       if other in held and kept == self.kept[name]},
+                lrs=lrs,
                 decays={f"the weight decay of group {at}": float(one["weight_decay"])
                         for at, (_, one) in enumerate(self.plain) if "weight_decay" in one},
             )  # fmt: skip
@@ -143,16 +143,15 @@ def kept_states(optimizer: Optimizer, group: Mapping[str, Any], param: Tensor) -
     }
 
 
-def torch_update(
-    optimizer: Optimizer, group: Mapping[str, Any], _: str, grad: Tensor, before: Mapping[str, Tensor], *, lr: float,
-    weight_decay: float, update: int,
-) -> Tensors:  # fmt: skip
+def torch_update(optimizer: Optimizer, group: Mapping[str, Any], grad: Tensor, before: Tensors, **at: Any) -> Tensors:
     """Return master and states after one step of a torch optimizer on this parameter alone, in FP64.
 
-    `group`: the parameter's own. `update`: the step's number, 1 for the first, which begins without states.
+    `group`: the parameter's own. `at`: lr, weight_decay and update, the step's number, 1 for the first, which
+    begins without states.
     Shapes: grad FP64 like the parameter, each of `before` as the optimizer keeps it.
     """
-    group, states = {**group, "lr": lr, "weight_decay": weight_decay}, {}
+    update, states = at.pop("update"), {}
+    group = {**group, **at}
     if update > 1:
         kept = {state: tensor.double() for state, tensor in before.items() if state != MASTER}
         states = {**_counters(optimizer, group, update - 1), "step": torch.tensor(float(update - 1)), **kept}
@@ -170,10 +169,8 @@ def wrong_rules(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, Rul
     return rules
 
 
-def _eps_in_root(
-    optimizer: Optimizer, group: Mapping[str, Any], name: str, grad: Tensor, before: Mapping[str, Tensor], **at: Any
-) -> Tensors:
-    new, states = torch_update(optimizer, group, name, grad, before, **at), ("exp_avg", "exp_avg_sq")
+def _eps_in_root(optimizer: Optimizer, group: Mapping[str, Any], grad: Tensor, before: Tensors, **at: Any) -> Tensors:
+    new, states = torch_update(optimizer, group, grad, before, **at), ("exp_avg", "exp_avg_sq")
     mean, square = (new[state] / (1 - beta ** at["update"]) for state, beta in zip(states, group["betas"], strict=True))
     decay = at["lr"] * at["weight_decay"] * group["decoupled_weight_decay"]
     moved = at["lr"] * mean / (square + group["eps"]).sqrt()
@@ -181,12 +178,7 @@ def _eps_in_root(
 
 
 def _step(
-    optimizer: Optimizer,
-    group: Mapping[str, Any],
-    weight: Tensor,
-    grad: Tensor,
-    states: Mapping[str, Any],
-    steps: int = 1,
+    optimizer: Optimizer, group: Mapping[str, Any], weight: Tensor, grad: Tensor, states: Tensors, steps: int = 1
 ) -> tuple[Tensor, dict[str, Any]]:
     """Return the weight and the states after steps with this gradient, in FP64."""
     alone, param = copy.copy(optimizer), nn.Parameter(weight.double())

@@ -14,15 +14,13 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils._pytree import tree_leaves
 
 from megamix.tools.ranks import ToldError
 from megamix.tools.verify.core.reference import moved
-from megamix.tools.verify.core.tape import fsdp_params, plain_name
+from megamix.tools.verify.core.tape import Dtypes, fsdp_params, plain_name, tensors_in
 from megamix.tools.verify.core.verdict import U32, Tensors
 
 IMPLEMENTATIONS = {"foreach", "fused", "capturable", "differentiable"}  # options that change no result
@@ -146,10 +144,10 @@ def load_trainer(where: str, rank: int = 0, ranks: int = 1) -> ForeignTrainer:
     """Return the trainer that FILE.py:CLASS names. Raises: WrongTrainer that says what is missing."""
     file, _, name = where.rpartition(":")
     path = Path(file)
-    if name.isidentifier() and path.suffix == ".py" and not path.is_file():
-        raise WrongTrainer(f"--trainer: got {where}, there is no file {file}; write the path of your trainer's file")
     if not name.isidentifier() or path.suffix != ".py":
         raise WrongTrainer(f"--trainer: got {where}, must be a file and a class in it; write my_trainer.py:MyTrainer")
+    if not path.is_file():
+        raise WrongTrainer(f"--trainer: got {where}, there is no file {file}; write the path of your trainer's file")
     module_name = str(path.resolve())  # the stem would let a torch.py take torch's place
     spec = importlib.util.spec_from_file_location(module_name, path)
     assert spec is not None
@@ -245,7 +243,7 @@ def _targets_in(batch: Any) -> int:
     They are taken to be the last tensor of whole numbers, without the -100 that torch's losses ignore; without such a
     tensor, each sample is one target.
     """
-    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+    tensors = [*tensors_in(batch)]
     whole_numbers = [one for one in tensors if not one.is_floating_point()]
     if whole_numbers:
         return int((whole_numbers[-1] != -100).sum())
@@ -254,9 +252,9 @@ def _targets_in(batch: Any) -> int:
 
 def alike(one: Any, other: Any) -> bool:
     """Return whether the tensors of two trees are equal; a NaN equals another one."""
-    mine, theirs = ([leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)] for tree in (one, other))
-    return len(mine) == len(theirs) and all(
-        a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all()) for a, b in zip(mine, theirs, strict=True)
+    mine, theirs = ([*tensors_in(tree)] for tree in (one, other))
+    return [(x.shape, x.dtype) for x in mine] == [(x.shape, x.dtype) for x in theirs] and all(
+        torch.allclose(*pair, rtol=0.0, atol=0.0, equal_nan=True) for pair in zip(mine, theirs, strict=True)
     )
 
 
@@ -280,17 +278,13 @@ def named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         yield plain_name(name), divided.get(param, param)
 
 
-def computes_in(module: nn.Module) -> dict[str, tuple[torch.dtype, torch.dtype]]:
+def computes_in(module: nn.Module) -> dict[str, Dtypes]:
     """Return the dtypes in which each parameter computes and sums its gradient.
 
     They are its own, unless FSDP2's policy says otherwise.
     """
-    policies, dtypes = {one.sharded_param: policy for _, one, policy in fsdp_params(module)}, {}
-    for name, param in named_parameters(module):
-        policy = policies.get(param, MixedPrecisionPolicy())
-        compute = policy.param_dtype or param.dtype
-        dtypes[name] = compute, policy.reduce_dtype or compute
-    return dtypes
+    divided = {one.sharded_param: dtypes for _, one, dtypes in fsdp_params(module)}
+    return {name: divided.get(param, (param.dtype, param.dtype)) for name, param in named_parameters(module)}
 
 
 @contextmanager

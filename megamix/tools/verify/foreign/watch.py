@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 
 from megamix.tools.ranks import environment
 from megamix.tools.verify.core.observed_step import rank_device
-from megamix.tools.verify.core.tape import Tape, plain_name, recorded
-from megamix.tools.verify.core.verdict import Tensors
+from megamix.tools.verify.core.tape import Dtypes, Tape, plain_name, recorded
+from megamix.tools.verify.core.verdict import ByState, Tensors
 from megamix.tools.verify.foreign.trainer import (
     ForeignTrainer,
     WrongTrainer,
@@ -35,19 +35,19 @@ class SeenStep:
 
     told: Mapping[str, float] = field(default_factory=dict)
     weights: Tensors = field(default_factory=dict)
-    states: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)  # by state and parameter
+    states: ByState = field(default_factory=dict)
     buffers: Tensors = field(default_factory=dict)
     updates: list[int] = field(default_factory=list)  # number of steps of each optimizer
     gradients: Tensors = field(default_factory=dict)  # gradients that the update used
     options: dict[str, dict[str, float]] = field(default_factory=dict)  # options of each parameter, when it stepped
     loss_scale: float = 1.0
-    dtypes: dict[str, tuple[torch.dtype, torch.dtype]] = field(default_factory=dict)  # computes in, sums in
+    dtypes: dict[str, Dtypes] = field(default_factory=dict)
     autocast: set[torch.dtype] = field(default_factory=set)  # dtypes to which its autocasts cast
     tape: Tape = field(default_factory=dict)  # tape of the first micro-batch, if modules are recorded
     losses: list[float] = field(default_factory=list)  # results of the trainer's `loss` in this step
 
     @property
-    def kept(self) -> dict[tuple[str, str], torch.Tensor]:
+    def kept(self) -> ByState:
         """Return weights and states, by their kind and parameter."""
         return {("weight", name): weight for name, weight in self.weights.items()} | self.states
 

@@ -7,7 +7,7 @@ is not carried into the next one, and no bound has to grow with the steps. A run
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from itertools import chain
@@ -28,19 +28,7 @@ from megamix.tools.verify.core.norm_kinds import explain_norm
 from megamix.tools.verify.core.observed_step import ObservedStep, Whole, assemble, assemble_choices
 from megamix.tools.verify.core.reference import Reference, Step, finite
 from megamix.tools.verify.core.update_kinds import RightUpdate, Rule
-from megamix.tools.verify.core.verdict import (
-    NOISE,
-    NOISIEST,
-    NOISIEST_IN_FP8,
-    U32,
-    UNIT,
-    Tensors,
-    Verdict,
-    factor_bound,
-    gradient_bound,
-    max_abs,
-    norm_of,
-)
+from megamix.tools.verify.core.verdict import NOISE, NOISIEST, U8, U32, UNIT, Bounds, Tensors, Verdict, max_abs, norm_of
 from megamix.tools.verify.layouts.judge_matrices import judge_matrices
 from megamix.tools.verify.layouts.judge_routing import judge_choices, judge_scores, judge_tallies, loads, tallies
 from megamix.tools.verify.layouts.observe import batches, set_biases
@@ -63,13 +51,12 @@ def judge(
     to be applied. `overflow_at`: the attempt in which one rank's gradient was made infinite.
     """
     reference = Reference.of_config(config, device)
-    initial = {name: param.detach().cpu() for name, param in reference.native.named_parameters()}
     set_biases(config, reference.native)
     (start, *attempts), dtype = zip(*ranks, strict=True), DTYPES[config.precision.dtype]
     verdict, optimizer = Verdict(attempts=len(attempts)), build_optimizer(config)
     before, earlier = _whole(verdict, start), None
-    for name, weight in initial.items():
-        verdict.equal("initial weight", name, before.tensors[MASTER, name], weight)
+    for name, weight in reference.native.named_parameters():
+        verdict.equal("initial weight", name, before.tensors[MASTER, name], weight.detach().cpu())
     buffers = {name: buffer.to("cpu", copy=True) for name, buffer in reference.native.named_buffers()}
     _held(verdict, start, before, dtype, buffers)
     biases = {name: buffers.pop(name) for name in tallies(reference.native)}
@@ -158,8 +145,8 @@ class _Judged:
         weight = sum(batch.weight for mine in by_rank for batch in mine) or 1.0
         self.divisor = self.of["loss_scale"] * weight
         # In the order of backward: a wrong gradient makes those behind it wrong.
-        names, grads = [name for name, _ in reference.native.named_parameters()][::-1], self.after.of(GRADIENT)
-        self.grads = {name: grads[name].double() / self.divisor for name in sorted(grads, key=names.index)}
+        names, grads = reversed([*dict(reference.native.named_parameters())]), self.after.of(GRADIENT)
+        self.grads = {name: grads[name].double() / self.divisor for name in names if name in grads}
         self.choices = assemble_choices(ranks, by_rank)
         self.loads = loads(reference.native, self.choices)
         chosen = zip(chain(*by_rank), chain(*self.choices), strict=True)
@@ -208,15 +195,14 @@ class _Judged:
         verdict, roundings = self.verdict, sum(map(len, self.right.by_rank)) + 1
         exact, native = self.right.exact, self.native
         judge_choices(verdict, self.right.reference.native, self.choices, exact, native)
-        in_fp8 = self.config.precision.fp8.recipe != "none"
-        noisiest = NOISIEST_IN_FP8 if in_fp8 else NOISIEST[UNIT[self.dtype]]
+        noisiest = NOISIEST[UNIT[self.dtype] if self.config.precision.fp8.recipe == "none" else U8]
         verdict.note_noise(native.grads, exact.grads, noisiest)
         self._loss_path()
         unit = UNIT[self.dtype] if self.config.precision.grad_dtype == "half" else U32
-        divisor = self.divisor if self.dtype == torch.float16 else None
+        rounded = Bounds(roundings, unit, self.divisor if self.dtype == torch.float16 else math.inf)
         known = len(verdict.differences)
         matrices = [*self._matrices()]
-        bounds = {one.name: gradient_bound(one.noise, one.magnitudes, roundings, unit, divisor) for one in matrices}
+        bounds = {one.name: rounded.of_gradient(one.noise, one.magnitudes) for one in matrices}
         for one in matrices:
             loosest = max(bounds[other.name] for other in matrices if other.of == one.of)
             explain = partial(self.right.explain, one.of, self.grads, loosest)
@@ -226,8 +212,7 @@ class _Judged:
         # One rank's factor may be right by chance, so each is held against the noise of all.
         noise = max((abs(factor_of(one.near, one.want) - 1) for one in judged), default=0.0)
         for one in judged if len(verdict.differences) == known else ():
-            bound = factor_bound(noise, one.want, one.magnitudes, roundings, unit, divisor)
-            factor = factor_of(one.grad, one.want)
+            bound, factor = rounded.of_factor(noise, one.want, one.magnitudes), factor_of(one.grad, one.want)
             text = f"{factor:.6g} times the right one, as a whole"
             verdict.note("factor of the gradient", one.name, abs(factor - 1), bound, text)
         self._loss()
@@ -236,14 +221,11 @@ class _Judged:
         """Yield the gradients. The matrices of a stack come one by one: an expert's may be a twentieth of another's,
         whose rounding is no measure of its own.
         """
-        exact = self.right.exact
+        exact, native = self.right.exact, self.native.grads
         for name, grad in self.grads.items():
-            tensors = grad, exact.grads[name], self.native.grads[name], exact.magnitudes[name]
-            if grad.dim() < 3:
-                yield _Matrix(name, name, *tensors)
-            else:
-                for number, rows in enumerate(zip(*tensors, strict=True)):
-                    yield _Matrix(f"{name}[{number}]", name, *rows)
+            tensors, is_stack = (grad, exact.grads[name], native[name], exact.magnitudes[name]), grad.dim() > 2
+            for number, matrix in enumerate(zip(*tensors, strict=True) if is_stack else [tensors]):
+                yield _Matrix(f"{name}[{number}]" if is_stack else name, name, *matrix)
 
     def _loss_path(self) -> None:
         """Check that the model's loss, given targets, is no further from FP64 than its logits are.
@@ -322,7 +304,7 @@ class _Judged:
             before = {state: self.before.tensors[state, name] for state in dtypes}
             rule: Rule = partial(exact_update, self.optimizer, group, count)
             if isinstance(self.optimizer, Muon) and self.optimizer.matrices(name, tuple(grad.shape)):
-                want = rule(name, grad, before, lr=lr, weight_decay=0.0, update=count)[MASTER]
+                want = rule(grad, before, lr=lr, weight_decay=0.0, update=count)[MASTER]
                 device = next(self.right.reference.native.parameters()).device
                 at = self.optimizer, name, want, self.before, self.after, device
                 rule = partial(matrix_rule, rule, judge_matrices(self.verdict, *at))
@@ -336,14 +318,14 @@ class _Judged:
 
 
 def exact_update(
-    optimizer: Optimizer, group: UpdateGroup, at_update: int, name: str, grad: Tensor, before: Mapping[str, Tensor], *,
-    lr: float, weight_decay: float, update: int,
-) -> Tensors:  # fmt: skip
+    optimizer: Optimizer, group: UpdateGroup, at_update: int, grad: Tensor, before: Tensors, **at: Any
+) -> Tensors:
     """Return master and states after the optimizer's equation in FP64, by the names in `before`.
 
     `group`: has the betas, eps and momentum, which are taken as they are at `at_update`.
     Shapes: grad FP64 and each of `before` like the parameter.
     """
+    update: int = at["update"]
     values = GroupValues(
         betas=tuple(_wide(number_at(beta, at_update)) for beta in group.betas),
         # the last number holds for all updates past the table
@@ -352,9 +334,9 @@ def exact_update(
         momentum=_wide(number_at(group.momentum, at_update)),
     )
     coefficients = tuple(one.double() for one in optimizer.coefficients(_wide(update), values))
-    at = UpdateScalars(_wide(lr), _wide(weight_decay), coefficients)
+    scalars = UpdateScalars(_wide(at["lr"]), _wide(at["weight_decay"]), coefficients)
     states = {state: tensor.double() for state, tensor in before.items()}
-    new_master, new_states = optimizer.equation(grad, states.pop(MASTER), states, at)
+    new_master, new_states = optimizer.equation(grad, states.pop(MASTER), states, scalars)
     return {MASTER: new_master, **new_states}
 
 
@@ -362,8 +344,6 @@ def _wide(number: float) -> Tensor:
     return torch.tensor(float(number), dtype=torch.float64)
 
 
-def matrix_rule(
-    rule: Rule, direction: Tensor, name: str, grad: Tensor, before: Mapping[str, Tensor], **at: Any
-) -> Tensors:
+def matrix_rule(rule: Rule, direction: Tensor, grad: Tensor, before: Tensors, **at: Any) -> Tensors:
     """Return `exact_update` for matrices: states by the gradient, the master by the direction that the ranks found."""
-    return rule(name, grad, before, **at) | rule(name, direction, {MASTER: before[MASTER]}, **at)
+    return rule(grad, before, **at) | rule(direction, {MASTER: before[MASTER]}, **at)

@@ -39,11 +39,9 @@ def verify_lines(
     try:
         for number, layout in enumerate(layouts, 1):
             rest = progress.work.told(time.monotonic()) if progress.work.done else ATTEMPTS
+            on = f"{layout.name} on {layout.world_size} rank(s), {number} of {len(layouts)}"
             with progress.aside():
-                say(
-                    f"megamix verify: {layout.name} on {layout.world_size} rank(s), {number} of {len(layouts)}; {rest}",
-                    sys.stderr,
-                )
+                say(f"megamix verify: {on}; {rest}", sys.stderr)
             # One pool of a size serves all layouts of that size.
             pool = pools.setdefault(layout.world_size, pool_for(layout.world_size, where, deadline_s=DEADLINE_S))
             try:

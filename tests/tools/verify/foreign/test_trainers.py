@@ -103,7 +103,7 @@ def test_an_eps_that_is_not_given_is_that_of_the_dtype_which_is_trained():
     param.grad = torch.full_like(param, 1e-8)  # below the bounds of both
     optimizer = torch.optim.Adafactor([param])
     group, grad = optimizer.param_groups[0], param.grad.double()
-    alone = torch_update(optimizer, group, "", grad, {"master": weight}, lr=1e-2, weight_decay=0.0, update=1)
+    alone = torch_update(optimizer, group, grad, {"master": weight}, lr=1e-2, weight_decay=0.0, update=1)
     optimizer.step()
     assert not torch.equal(param, weight)
     torch.testing.assert_close(alone["master"].float(), param.detach(), rtol=1e-6, atol=0.0)
