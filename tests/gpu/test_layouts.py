@@ -125,7 +125,7 @@ def test_verify_passes_ranks_that_share_a_gpu(gpu_ranks, capsys, monkeypatch):
 
 def _seen_by_a_trainer():
     """Return this rank's LOCAL_RANK, device and backend, as a script finds them."""
-    with mock.patch.multiple(watch, load_trainer=mock.Mock(), _watch=lambda *_: os.environ["LOCAL_RANK"]):
+    with mock.patch.multiple(watch, loaded_trainer=mock.MagicMock(), _watch=lambda *_: os.environ["LOCAL_RANK"]):
         return watch.watch_trainer("", 1), str(rank_device()), dist.get_backend()
 
 

@@ -97,8 +97,9 @@ def torch_updates(
 def watched(model: nn.Module, facts: Facts, watch: Watch) -> Iterator[None]:
     """Watch every operation of the block, then note the dtypes that each parameter was computed with."""
     with ExitStack() as stack:
-        stack.callback(watch.release)
-        watch.handles += _follow(model, facts, watch)
+        stack.enter_context(watch.hooks)
+        for hook in _follow(model, facts, watch):
+            watch.hooks.enter_context(hook)
         stack.enter_context(losses_told(watch))
         stack.enter_context(codes_told(facts))
         stack.enter_context(watch)

@@ -44,13 +44,11 @@ def first_not_finite(
         "state": [optimizer.state.get(param, {}) for param in held],
         "weight": held,
     }
-    found = (
-        NotFinite(kind, param, update)
-        for kind, values in made.items()
-        for param, value in zip(held, values, strict=True)
-        if not all(map(_finite, tensors_in(value)))
-    )
-    return next(found, None)
+    for kind, values in made.items():
+        for param, value in zip(held, values, strict=True):
+            if not all(map(_finite, tensors_in(value))):
+                return NotFinite(kind, param, update)
+    return None
 
 
 def _finite(tensor: Tensor) -> bool:

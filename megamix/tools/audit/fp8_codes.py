@@ -21,25 +21,23 @@ def codes_told(facts: Facts) -> Iterator[None]:
     """Count the codes that each weight's products multiply within the block, in forward and in backward. Compiled
     products are not observed.
     """
-    multiply, within = fp8.product, list[ParamFacts]()
+    multiply, within = fp8.product, list[ParamFacts | None]()
 
     def product(a: Codes, b: Codes, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
-        for values in (a.values, b.values) if within else ():
-            size = values.float().abs()
-            largest = (size == torch.finfo(values.dtype).max).sum()
-            within[-1].count(codes=values.numel(), codes_largest=largest, codes_zero=(size == 0).sum())
+        if within and (one := within[-1]):
+            for values in (a.values, b.values):
+                size = values.float().abs()
+                largest = (size == torch.finfo(values.dtype).max).sum()
+                one.count(codes=values.numel(), codes_largest=largest, codes_zero=(size == 0).sum())
         return multiply(a, b, dtype, fast=fast)
 
     def inside(method: Any, weight_of: Any, ctx: Any, *args: Any) -> Any:
-        one = facts.get(weight_of(ctx, *args))
-        if one is None:
-            return method(ctx, *args)
-        one.dtypes["compute"] = FP8
-        within.append(one)
-        try:
-            return method(ctx, *args)
-        finally:
-            within.pop()
+        within.append(one := facts.get(weight_of(ctx, *args)))
+        if one:
+            one.dtypes["compute"] = FP8
+        out = method(ctx, *args)
+        within.pop()
+        return out
 
     forward = staticmethod(partial(inside, FP8Linear.forward, lambda ctx, x, values, factors, weight, *_: weight))
     backward = staticmethod(partial(inside, FP8Linear.backward, lambda ctx, grad: ctx.saved_tensors[2]))

@@ -113,8 +113,7 @@ def optimizer_updates(
                 if facts.dtypes["sum"] == NOWHERE:
                     facts.dtypes["sum"] = dtype_name(param.grad.dtype)
                 made, lr, decays = int(state.get("step", 0)), float(group["lr"]), bool(group.get("weight_decay"))
-                update = Update(facts, local(param), states[param], made, lr, group.get("betas", ()), decays)
-                under_way[param] = update
+                under_way[param] = Update(facts, local(param), states[param], made, lr, group.get("betas", ()), decays)
 
     @torch.no_grad()
     def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

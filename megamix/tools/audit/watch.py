@@ -6,7 +6,7 @@ import functools
 from bisect import bisect_right, insort
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 from unittest import mock
 
@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.hooks import RemovableHandle
 
 from megamix.tools.audit.facts import DTYPES, ESTIMATED, EXACT, ParamFacts, dtype_name, joined, local
 from megamix.tools.audit.finite import NotFinite
@@ -56,7 +55,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no
         self.divided = False  # whether they sent activations, so that each may hold a part of the model
         self.moved: set[str] = set()  # parameters that were copied into another tensor in forward
         self.inside_forward = False  # forward of the whole model
-        self.handles: list[RemovableHandle] = []
+        self.hooks = ExitStack()
         self._followed: set[Tensor] = set()
         self._places: dict[int, tuple[_Weak, list[tuple[int, str]]]] = {}  # by storage: starts and names
         # Casts in backward: the dtype before, and how many elements became zero.
@@ -72,14 +71,9 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no
         A gradient is seen before it is added to anything.
         """
         if param not in self._followed and param.requires_grad:
-            self.handles.append(param.register_hook(lambda grad: self._look(facts, grad)))  # type: ignore[no-untyped-call]  # untyped in torch
+            self.hooks.enter_context(param.register_hook(lambda grad: self._look(facts, grad)))  # type: ignore[no-untyped-call]  # untyped in torch
         self._followed.add(param)
         self._place(facts.name, local(param))
-
-    def release(self) -> None:
-        """Remove every hook."""
-        for handle in self.handles:
-            handle.remove()
 
     def follow_gathered(self, facts: ParamFacts, gathered: Any, *_: object) -> None:
         """Watch the tensor that FSDP2 has gathered in place of a parameter, from a forward's hook."""

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from megamix.builders import objects
+from megamix.tools.verify.foreign import trainer as foreign
 from megamix.tools.verify.foreign import watch
 from megamix.tools.verify.foreign.judge_trainer import judge_trainer
 from megamix.tools.verify.foreign.trainer import load_trainer
@@ -27,7 +28,7 @@ def watch_planted(name, what):
         trainer.spoiled = name, what
         return trainer
 
-    with mock.patch.object(watch, "load_trainer", planted):
+    with mock.patch.object(foreign, "load_trainer", planted):
         return watch.watch_trainer(TRAINER, 1, bisect=True)
 
 

@@ -162,16 +162,12 @@ class RightStep:
 
         `losses`: one for each micro-batch of each rank. `exact`: the reference's, in FP64, one for each micro-batch.
         """
-        left = iter(exact)
-        own = [[next(left) for _ in mine] for mine in self.by_rank]
-        if [*map(len, losses)] != [*map(len, own)]:
+        if [*map(len, losses)] != [*map(len, self.by_rank)]:
             return ""
-        wrong = [
-            rank
-            for rank, both in enumerate(zip(losses, own, strict=True))
-            if not all(abs(one - other) <= bound for one, other in zip(*both, strict=True))
-        ]
-        if not 0 < len(wrong) < len(own):
+        right = iter(exact)
+        errors = [[abs(loss - next(right)) for loss in mine] for mine in losses]
+        wrong = [rank for rank, mine in enumerate(errors) if not all(error <= bound for error in mine)]
+        if not 0 < len(wrong) < len(losses):
             return ""
         return f"another forward on rank {', '.join(map(str, wrong))} alone: losses elsewhere are right"
 

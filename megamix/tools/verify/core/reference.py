@@ -25,6 +25,7 @@ from megamix.tools.verify.core.verdict import UNIT, Tensors
 
 LossOf = Callable[[nn.Module, Any], Tensor]  # returns the mean loss of a micro-batch
 MicroBatches = Sequence[Any]
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +112,7 @@ class Reference:
         params = {name: param for name, param in model.named_parameters() if param.requires_grad}
         losses, rankings = list[float](), list[Tensors]()
         grads = {name: torch.zeros(param.shape, dtype=torch.float64) for name, param in params.items()}
-        magnitudes = {name: torch.zeros(param.shape, dtype=torch.float64) for name, param in params.items()}
+        magnitudes = dict(grads)
         for batch, share in zip(batches, shares, strict=True):
             loss = self.loss(model, batch)
             losses.append(loss.item())
@@ -123,8 +124,8 @@ class Reference:
             for name, grad in zip(params, found, strict=True):
                 if grad is not None:
                     part = grad.to("cpu", torch.float64) * (share / own)
-                    grads[name] += part
-                    magnitudes[name] += part.abs()
+                    grads[name] = grads[name] + part
+                    magnitudes[name] = magnitudes[name] + part.abs()
         mean = sum(loss * share for loss, share in zip(losses, shares, strict=True))
         return Step(mean, losses, grads, magnitudes, rankings)
 
@@ -147,7 +148,7 @@ def finite(grads: Tensors) -> bool:
     return all(bool(grad.isfinite().all()) for grad in grads.values())
 
 
-def moved(batch: Any, to: torch.device | torch.dtype) -> Any:
+def moved(batch: Any, to: torch.device | torch.dtype = CPU) -> Any:
     """Return a micro-batch of tensors in tuples, lists and mappings on a device, or its floating tensors in a dtype."""
 
     def move(leaf: Any) -> Any:

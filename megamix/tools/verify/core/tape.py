@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -71,5 +71,9 @@ def fsdp_params(model: nn.Module) -> Iterator[tuple[nn.Module, Any, Dtypes]]:
 
 
 def tensors_in(values: Any) -> Iterator[Tensor]:
-    """Return every tensor among nested arguments or results."""
-    return (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
+    """Yield every tensor among nested arguments or results."""
+    for leaf in tree_leaves(values):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif isinstance(leaf, Mapping):  # of a class that tree_leaves does not know
+            yield from tensors_in(dict(leaf))

@@ -61,7 +61,7 @@ class _Judge:
             return trainer.loss(model, moved(batch, torch.float64))
 
         with autocast_entered() as own, Halves() as halves:  # type: ignore[no-untyped-call]  # its base class is untyped
-            trainer.loss(native, moved(next(iter(trainer.batches(0, 0, self.ranks))), torch.device("cpu")))
+            trainer.loss(native, moved(next(iter(trainer.batches(0, 0, self.ranks)))))
         # An autocast that `loss` does not enter by itself is around it: in `step`, or in the module's wrapper.
         around = max(autocast - own, key=UNIT.__getitem__, default=None)
 
@@ -176,7 +176,7 @@ class _Judge:
 
     def _samples(self, by_rank: Sequence[MicroBatches]) -> None:
         """Check that no micro-batch of a step is there twice."""
-        every = [(f"micro-batch {at} of rank {rank}", moved(batch, torch.device("cpu")))
+        every = [(f"micro-batch {at} of rank {rank}", moved(batch))
                  for rank, mine in enumerate(by_rank) for at, batch in enumerate(mine)]  # fmt: skip
         for (other, theirs), (where, batch) in combinations(every, 2):
             twice = all(isinstance(leaf, Tensor) for leaf in tree_leaves(batch)) and alike(batch, theirs)

@@ -91,10 +91,8 @@ class PlainUpdates:
                 rule=partial(torch_update, optimizer, group), name=name, grad=grad, before=was, lr=lr,
                 weight_decay=decay, update=self.counts[name], attempts=verdict.attempt + 1,
                 coefficient=right.coefficient, loss_scale=after.loss_scale, lacking=lacking, of_rows=True,
-                rules=wrong_rules(optimizer, group), past=[one[name] for one in self.past],
-                peers={other: held[other] for other, kept in self.kept.items()
-                       if other in held and kept == self.kept[name]},
-                lrs=lrs,
+                rules=wrong_rules(optimizer, group), past=[one[name] for one in self.past], lrs=lrs,
+                peers={other: of for other, of in held.items() if self.kept[other] == self.kept[name]},
                 decays={f"the weight decay of group {at}": float(one["weight_decay"])
                         for at, (_, one) in enumerate(self.plain) if "weight_decay" in one},
             )  # fmt: skip

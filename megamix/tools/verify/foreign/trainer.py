@@ -35,13 +35,14 @@ class WrongTrainer(ToldError, ValueError):
 
 
 @contextmanager
-def in_own_code(trainer: ForeignTrainer) -> Iterator[None]:
-    """Show only the author's own lines of an error in the trainer's methods, not those of megamix and torch.
+def loaded_trainer(where: str, rank: int = 0, ranks: int = 1) -> Iterator[ForeignTrainer]:
+    """Load a trainer, and show only the author's own lines of an error in its methods, not those of megamix and torch.
 
     Raises: WrongTrainer instead of that error. An error without any line of the author stays as it is.
     """
+    trainer = load_trainer(where, rank, ranks)
     try:
-        yield
+        yield trainer
     except WrongTrainer:
         raise
     except Exception as error:
@@ -173,7 +174,7 @@ def load_trainer(where: str, rank: int = 0, ranks: int = 1) -> ForeignTrainer:
 
 def check_trainer(trainer: ForeignTrainer) -> None:
     """Ask twice for model, samples and loss: values that are new each time are no reference. Raises: WrongTrainer."""
-    who, ranks, cpu = type(trainer).__name__, trainer.ranks, torch.device("cpu")
+    who, ranks = type(trainer).__name__, trainer.ranks
     for name in METHODS:
         if not callable(is_now := getattr(trainer, name)):
             raise WrongTrainer(f"{who}.{name} is {is_now!r}, must be a method; write def {name}(self, ...)")
@@ -184,7 +185,7 @@ def check_trainer(trainer: ForeignTrainer) -> None:
     if not isinstance(made[0], Sequence) or not made[0]:
         kind = "nothing" if isinstance(made[0], Sequence) else type(made[0]).__name__
         raise WrongTrainer(f"{who}.batches(0, 0, {ranks}) returned {kind}, must be a list of micro-batches")
-    batches = [moved([*one], cpu) for one in made]
+    batches = [moved([*one]) for one in made]
     for needed in ("setup", "step"):  # run on the ranks only; an inherited one raises and says what is missing
         if getattr(type(trainer), needed) is getattr(ForeignTrainer, needed):
             getattr(trainer, needed)(models[0])
@@ -196,7 +197,7 @@ def check_trainer(trainer: ForeignTrainer) -> None:
         raise WrongTrainer(f"{who}.batches(0, 0, {ranks}) returned other samples when called again; {seeded}")
     if type(trainer).targets is ForeignTrainer.targets:
         each = [batch for rank in range(ranks) for batch in trainer.batches(0, rank, ranks)]
-        numbers = {_targets_in(moved(batch, cpu)) for batch in each}
+        numbers = {_targets_in(moved(batch)) for batch in each}
         if len(numbers) > 1:
             raise WrongTrainer(
                 f"{who}: micro-batches of step 0 have {min(numbers)} to {max(numbers)} targets, and {who}.targets is "

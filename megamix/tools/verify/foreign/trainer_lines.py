@@ -11,7 +11,7 @@ from megamix.tools.ranks import RankFailure, RankPool, pool_for
 from megamix.tools.verify.core.table import COLUMNS, DEADLINE_S, result_lines, row
 from megamix.tools.verify.core.verdict import Verdict
 from megamix.tools.verify.foreign.judge_trainer import judge_trainer
-from megamix.tools.verify.foreign.trainer import check_trainer, in_own_code, load_trainer
+from megamix.tools.verify.foreign.trainer import check_trainer, loaded_trainer
 from megamix.tools.verify.foreign.watch import watch_trainer
 
 
@@ -21,8 +21,7 @@ def trainer_lines(
     """Yield the lines to print: the results of somebody's own training on each number of ranks. `trained`:
     FILE.py:CLASS. `where`: as for `pool_for`.
     """
-    trainer = load_trainer(trained, ranks=worlds[0])
-    with in_own_code(trainer):
+    with loaded_trainer(trained, ranks=worlds[0]) as trainer:
         check_trainer(trainer)  # mistakes of the trainer are told before any rank is started
     yield row("ranks", "on", "attempts", "skipped", *COLUMNS, "")
     for world in worlds:
@@ -39,6 +38,5 @@ def verify_trainer(trained: str, pool: RankPool, steps: int, bisect: bool = Fals
     """Run FILE.py:CLASS on these ranks, which end behind it, and judge it."""
     with pool:
         ranks = pool.call(watch_trainer, trained, steps, bisect)
-    trainer = load_trainer(trained, ranks=pool.world_size)
-    with in_own_code(trainer):
+    with loaded_trainer(trained, ranks=pool.world_size) as trainer:
         return judge_trainer(trainer, ranks)

@@ -21,8 +21,7 @@ from megamix.tools.verify.foreign.trainer import (
     WrongTrainer,
     autocast_entered,
     computes_in,
-    in_own_code,
-    load_trainer,
+    loaded_trainer,
     optimizers_of,
     options_of,
     whole,
@@ -65,10 +64,9 @@ def watch_trainer(where: str, steps: int, bisect: bool = False) -> list[SeenStep
     ours = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": 0}
     ours["LOCAL_RANK"] = rank if card is None else card
     # Variables that torchrun sets. accelerate and DeepSpeed ask for no more, for the process group exists already.
-    with environment({name: str(value) for name, value in ours.items()} | {"MASTER_ADDR": "127.0.0.1"}):
-        trainer = load_trainer(where, rank, world)
-        with in_own_code(trainer):
-            return _watch(trainer, steps, bisect)
+    set_ours = environment({name: str(value) for name, value in ours.items()} | {"MASTER_ADDR": "127.0.0.1"})
+    with set_ours, loaded_trainer(where, rank, world) as trainer:
+        return _watch(trainer, steps, bisect)
 
 
 def _watch(trainer: ForeignTrainer, steps: int, bisect: bool) -> list[SeenStep]:
