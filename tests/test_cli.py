@@ -84,7 +84,7 @@ def test_train_loads_the_compiler_before_a_job_that_compiles_its_updates(monkeyp
     called = Mock()
     called.disk_problem.return_value = ""
     for module, name in (
-        ("run.run_folder", "check"), ("run.job_size", "disk_problem"), ("train.compiler", "load_compiler"),
+        ("run.run_folder", "check"), ("run.job_size", "disk_problem"), ("train.command", "load_compiler"),
         ("train.job", "run_job"),
     ):  # fmt: skip
         monkeypatch.setattr(f"megamix.{module}.{name}", getattr(called, name))

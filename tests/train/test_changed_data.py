@@ -117,16 +117,6 @@ def test_the_system_may_give_less_than_is_there(tmp_path):
         assert np.array_equal(file.tokens[:], whole)
 
 
-def test_a_piece_that_is_cut_while_it_is_joined_ends_the_writer(tmp_path):
-    """Without that error it would read nothing for ever."""
-    os.truncate(bin_path(_write(tmp_path / "piece")), 10)
-    with (
-        TokenFileWriter(tmp_path / "out", 10**6) as writer,
-        pytest.raises(DataError, match="fewer come than are asked for"),
-    ):
-        writer.copy(tmp_path / "piece", 0, len(LENGTHS))
-
-
 FAULT_AT = 9
 
 
