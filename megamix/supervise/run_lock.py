@@ -17,9 +17,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from megamix.config import ConfigError
-from megamix.durable import lock_file, still_names, sync_file
+from megamix.durable import lock_file, still_names
 from megamix.supervise.processes import process, process_start, repeated
 from megamix.supervise.status import EXIT_STATUS
 
@@ -62,7 +63,7 @@ def refuse_held(folder: Path) -> None:
 
 
 @contextmanager
-def _locked(path: Path, stale_s: float, create: int = 0) -> Iterator[tuple[int, dict[str, str]]]:
+def _locked(path: Path, stale_s: float, create: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
     descriptor = _open_locked(path, create)
     try:
         holder = _holder(path)
@@ -92,19 +93,20 @@ def _open_locked(path: Path, create: int) -> int | None:
         os.close(descriptor)  # the holder removed the file between our open and our flock
 
 
-def _holder(path: Path) -> dict[str, str]:
+def _holder(path: Path) -> dict[str, Any]:
     """Return the holder that the file names; empty if the file is new, or its writer died while writing."""
     try:
-        holder = json.loads(path.read_bytes())
-        return {key: str(holder[key]) for key in ("host", "start", "since")} | {"pid": str(int(holder["pid"]))}
-    except (OSError, ValueError, KeyError, TypeError):
+        holder: dict[str, Any] = json.loads(path.read_bytes())
+    except (OSError, ValueError):
         return {}
+    return holder
 
 
-def _lives(holder: dict[str, str], path: Path, stale_s: float) -> bool:
+def _lives(holder: dict[str, Any], path: Path, stale_s: float) -> bool:
     """Return whether the holder lives although we got the flock, as may be on a file system without flock."""
     if holder["host"] == socket.gethostname():
-        return process_start(int(holder["pid"])) == holder["start"] != ""
+        start = process_start(holder["pid"])
+        return start != "" and start == holder["start"]
     # Only a change of the file's time counts, because this host's clock may differ from the file server's.
     touched = path.stat().st_mtime_ns
     end_s = time.monotonic() + stale_s
@@ -118,11 +120,11 @@ def _lives(holder: dict[str, str], path: Path, stale_s: float) -> bool:
     return False
 
 
-def _refusal(folder: Path, holder: dict[str, str]) -> str:
+def _refusal(folder: Path, holder: dict[str, Any]) -> str:
     who = "by a job that has not yet written its name"
     if holder:
         who = f"by pid {holder['pid']} on {holder['host']} since {holder['since']}"
-        here = process(int(holder["pid"])) if holder["host"] == socket.gethostname() else None
+        here = process(holder["pid"]) if holder["host"] == socket.gethostname() else None
         if here is not None and here.start == holder["start"] and here.is_stopped:
             who += ", which is stopped: kill -CONT continues it"
     return f"checkpoint.folder: {folder} is in use {who}; end that job first, or write another folder"
@@ -136,9 +138,8 @@ def _sign(descriptor: int) -> None:
         "since": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
     os.ftruncate(descriptor, 0)
-    with os.fdopen(os.dup(descriptor), "w", encoding="utf-8") as file:
-        file.write(json.dumps(values) + "\n")
-        sync_file(file)
+    os.write(descriptor, f"{json.dumps(values)}\n".encode())
+    os.fsync(descriptor)
 
 
 def _touch(descriptor: int) -> None:
