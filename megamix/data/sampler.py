@@ -96,11 +96,9 @@ def _feistel(values: NDArray[np.uint64], bits: int, keys: NDArray[np.uint64]) ->
     low_mask = np.uint64((1 << bits // 2) - 1)
     high_mask = np.uint64((1 << bits - bits // 2) - 1)
     high, low = values >> low_bits, values & low_mask
-    for round_index, round_key in enumerate(_ROUND_KEYS):
-        if round_index % 2:
-            low = low ^ (_finalise(high ^ (keys + round_key)) & low_mask)
-        else:
-            high = high ^ (_finalise(low ^ (keys + round_key)) & high_mask)
+    for even, odd in _ROUND_KEYS.reshape(-1, 2):
+        high = high ^ (_finalise(low ^ (keys + even)) & high_mask)
+        low = low ^ (_finalise(high ^ (keys + odd)) & low_mask)
     return (high << low_bits) | low
 
 

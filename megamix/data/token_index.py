@@ -101,12 +101,11 @@ class TokenIndex:
         return num_tokens
 
     def _check_documents(self, path: Path) -> None:
-        num_sequences, before = len(self.sequence_lengths), 0
+        num_sequences = len(self.sequence_lengths)
         right = self.num_documents >= 0 and self.documents[0] == 0 and self.documents[-1] == num_sequences
-        for place in range(0, len(self.documents) if right else 0, _CHUNK):
-            borders = np.concatenate([[before], self.documents[place : place + _CHUNK]])
+        for place in range(0, len(self.documents), _CHUNK):
+            borders = self.documents[place : place + _CHUNK + 1]
             right = right and not (borders[1:] < borders[:-1]).any()  # no np.diff: its differences can wrap
-            before = int(borders[-1])
         if not right:
             raise DataError(f"{path}: document borders do not run from 0 to {num_sequences}; write it again")
 
