@@ -156,7 +156,7 @@ def _is_locked(path):
 
 
 def test_a_worker_that_dies_ends_the_run_with_a_line_and_what_is_finished_is_kept(source, whole, tmp_path, monkeypatch):
-    monkeypatch.setattr(workers, "_encode_on_one_core", encode_until_killed)
+    monkeypatch.setattr(workers, "encode_piece", encode_until_killed)
     with pytest.raises(OSError, match=r"a worker was killed \(most often by .* memory.*\); finished pieces are kept"):
         prepare(source, tmp_path / "out", num_workers=2)
     monkeypatch.undo()

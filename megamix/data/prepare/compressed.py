@@ -69,7 +69,7 @@ def _zst_blocks(path: str, zstandard: Any) -> Iterator[bytes]:
                     yield frame.decompress(block)
                 except zstandard.ZstdError as error:
                     raise DamagedFile(str(error)) from error
-                block = frame.unused_data if frame.eof else b""
+                block = frame.unused_data
                 frame = None if frame.eof else frame
     if frame:
         raise DamagedFile("the compressed file ended before the end of a frame")
@@ -86,11 +86,7 @@ class _Stream(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any, /) -> int:
-        while not self._ready:
-            block = next(self._blocks, None)
-            if block is None:
-                return 0
-            self._ready = memoryview(block)
+        self._ready = self._ready or memoryview(next(filter(None, self._blocks), b""))
         taken = min(len(buffer), len(self._ready))
         buffer[:taken], self._ready = self._ready[:taken], self._ready[taken:]
         return taken

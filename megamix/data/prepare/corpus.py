@@ -37,7 +37,8 @@ class CorpusFile:
     path: str  # path by which it is opened
     name: str  # path from the folder in which it was found, with "/" on every system; decides whether it validates
     kind: str  # text, jsonl, json (not by lines), parquet, arrow, or an ending that a plugin reads
-    drawn_by_name: bool = True  # the name decides train or valid; False: files share the name, so the text decides
+    # The name decides train or valid. False: the text decides, of a record, or of files that share the name.
+    drawn_by_name: bool = True
     passed_over: str = ""  # why it is not read, though it lies in a folder that is; empty if it is read
 
 
@@ -98,7 +99,8 @@ def input_corpus(paths: Sequence[str], split: str = "train") -> Corpus:
     names = Counter(file.name for file in files)
     flag = " ".join(path if path.startswith(_HUB) else os.path.normpath(path) for path in paths)
     told = _told([file for file in passed_over if os.path.realpath(file.path) not in given])
-    return Corpus(f"--input {flag}", tuple(replace(file, drawn_by_name=names[file.name] == 1) for file in files), told)
+    drawn = (replace(file, drawn_by_name=file.kind == "text" and names[file.name] == 1) for file in files)
+    return Corpus(f"--input {flag}", tuple(drawn), told)
 
 
 def _told(unread: Sequence[CorpusFile]) -> str:

@@ -3,14 +3,12 @@ gzip or Zstandard.
 """
 
 import json
-import math
 import re
 from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
-from megamix.data.prepare.compressed import DAMAGE, DamagedFile, is_named, open_plain
+from megamix.data.prepare.compressed import DAMAGE, DamagedFile, open_plain
 from megamix.data.prepare.records import BOM, LONGEST_DOCUMENT, BadRecord, Record, Records, Stretch, checked, not_utf8
-from megamix.plugins import COMPRESSIONS
 
 _LONGEST_RECORD = 2 * LONGEST_DOCUMENT  # bytes of a record: escapes make it longer than its text
 _MOST_KEYS = 8  # keys that a message names of a record without the wanted one
@@ -45,10 +43,9 @@ def read_json(parts: Parts, path: str, stretch: Stretch, text_key: str) -> Recor
 def lines(path: str, stretch: Stretch) -> Iterator[tuple[bytes, int]]:
     """Yield the lines, each with its bytes. A line that is too long is cut one byte beyond the limit."""
     with open_plain(path) as file:
-        left = math.inf  # bytes of the stretch that are still to be read
-        if not is_named(path, COMPRESSIONS):
+        if stretch.start:  # only of a file that is not compressed, which cannot seek
             file.seek(stretch.start)
-            left = stretch.stop - stretch.start
+        left = stretch.stop - stretch.start
         while left > 0 and (line := file.readline(_LONGEST_RECORD + 1)):
             end, size = line, len(line)
             while len(end) >= _LONGEST_RECORD and not end.endswith(b"\n"):
@@ -89,15 +86,13 @@ def _parse(number: int, content: bytes, text_key: str) -> Record | None:
         return BadRecord(number, f"a record longer than {_LONGEST_RECORD} bytes; cut it into several")
     if number == 1:
         content = content.removeprefix(BOM)
-    if content.isspace() or not content:
+    if not content.strip():
         return None
     try:
         value = json.loads(content.decode())
     except UnicodeDecodeError as error:
         return BadRecord(number, not_utf8(error))
-    except RecursionError:
-        return BadRecord(number, "no JSON that can be read: nested too deep")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return BadRecord(number, f"no JSON: {error}")
     if not isinstance(value, dict):
         return BadRecord(number, f"no JSON object but a {type(value).__name__}")

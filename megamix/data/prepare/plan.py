@@ -4,10 +4,12 @@ is stopped.
 
 import hashlib
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import TypeVar
 
@@ -15,7 +17,7 @@ from megamix.data.prepare.compressed import is_named, window_bytes
 from megamix.data.prepare.corpus import Corpus, CorpusFile
 from megamix.data.prepare.faults import fault_of
 from megamix.data.prepare.json_records import elements, lines, read_json
-from megamix.data.prepare.records import Record, Records, Stretch, read_fault, read_registered, read_text
+from megamix.data.prepare.records import BadRecord, Record, Records, Stretch, read_registered, read_text
 from megamix.data.prepare.tables import arrow_columns, cut_parquet, parquet_columns, read_table
 from megamix.machine import memory_for_each, num_cores
 from megamix.plugins import COMPRESSIONS, READERS
@@ -123,15 +125,12 @@ def _plan_file(file: CorpusFile, piece_bytes: int) -> tuple[PlannedFile, list[St
     num_bytes = before.st_size
     fault, pointed_bytes = fault_of(path, file.kind)
     read = _READERS.get(file.kind) or partial(read_registered, READERS.registered[file.kind])
-    stretches = [Stretch(0, num_bytes, 0, num_bytes)]
-    if file.kind == "jsonl" and not is_named(path, COMPRESSIONS):
+    if file.kind == "jsonl" and not fault and not is_named(path, COMPRESSIONS):
         sha256, stretches = _cut_lines(path, piece_bytes)
     else:
         sha256 = file_sha256(Path(path))
-    if fault:
-        read, stretches = partial(read_fault, fault), [Stretch(0, num_bytes, 0, num_bytes)]
-    elif file.kind == "parquet":
-        stretches = cut_parquet(path)
+        is_cut = file.kind == "parquet" and not fault
+        stretches = cut_parquet(path) if is_cut else [Stretch(0, sys.maxsize, 0, num_bytes)]
     full_bytes = pointed_bytes or num_bytes
     return PlannedFile(file, num_bytes, before.st_mtime_ns, sha256, read, fault, full_bytes), stretches
 
@@ -144,21 +143,20 @@ def file_sha256(path: Path) -> str:
 def _cut_lines(path: str, piece_bytes: int) -> tuple[str, list[Stretch]]:
     """Return the SHA-256, and stretches of whole lines, each of `piece_bytes` or some more."""
     digest = hashlib.sha256()
-    stretches: list[Stretch] = []
-    start, num_lines_before = 0, 0  # first byte of the stretch being made, and lines before it
+    borders = [(0, 0)]  # of stretches: the first byte, and the lines before it
     place, num_lines = 0, 0  # first byte of the block, and lines counted so far
     with open(path, "rb", buffering=0) as file:
         while block := file.read(min(piece_bytes, _BLOCK)):
             digest.update(block)
             end = place + block.find(b"\n") + 1
-            if end > place and end - start >= piece_bytes:
-                stretches.append(Stretch(start, end, num_lines_before, end - start))
-                start, num_lines_before = end, num_lines + 1
+            if end > place and end - borders[-1][0] >= piece_bytes:
+                borders.append((end, num_lines + 1))
             num_lines += block.count(b"\n")
             place += len(block)
-    if start < place:
-        stretches.append(Stretch(start, place, num_lines_before, place - start))
-    return digest.hexdigest(), stretches
+    borders.append((place, num_lines))
+    return digest.hexdigest(), [
+        Stretch(start, end, before, end - start) for (start, before), (end, _) in pairwise(borders) if start < end
+    ]
 
 
 def read_piece(piece: CorpusPiece, text_key: str) -> Iterator[tuple[PlannedFile, Record]]:
@@ -167,7 +165,8 @@ def read_piece(piece: CorpusPiece, text_key: str) -> Iterator[tuple[PlannedFile,
     Raises: ValueError if a file has changed since it was planned: its checksum in the manifest would be wrong.
     """
     for planned, stretch in piece.stretches:
-        for record in planned.read(planned.file.path, stretch, text_key):
+        fault = BadRecord(0, planned.fault)
+        for record in [fault] if planned.fault else planned.read(planned.file.path, stretch, text_key):
             yield planned, record
         now = os.stat(planned.file.path)
         if (now.st_size, now.st_mtime_ns) != (planned.num_bytes, planned.mtime_ns):

@@ -191,7 +191,7 @@ def _write(
     )
     vocab_size, end_of_text, begin = tokenizer.vocab_size, tokenizer.end_of_text, tokenizer.begin
     del tokenizer  # each worker opens the tokenizer itself
-    reports = _encode(unfinished, job, plan, num_workers, request, progress)
+    reports = _encode(job, plan, num_workers, request, progress)
     bad_records = [line for report in reports for line in report.left_out]
     num_empty = sum(report.num_empty for report in reports)
     if not any(any(report.num_documents.values()) for report in reports):
@@ -224,30 +224,30 @@ def _write(
 
 
 def _encode(
-    unfinished: Path, job: EncodingJob, plan: Plan, num_workers: int, request: Request, progress: ProgressLine
+    job: EncodingJob, plan: Plan, num_workers: int, request: Request, progress: ProgressLine
 ) -> list[PieceReport]:
     """Encode the pieces that are not there yet. Return the reports of all pieces.
 
     Raises: ValueError if too much would be left out; the side file then lists what was found so far.
     """
-    numbers = range(len(plan.pieces))
-    reports = {number: report for number in numbers if (report := job.finished_report(number))}
-    missing = [number for number in numbers if number not in reports]
+    missing = dict(enumerate(plan.pieces))
     total = sum(piece.num_bytes for piece in plan.pieces)
-    progress.begin(f"encoding {total:,} bytes", total, done=sum(plan.pieces[number].num_bytes for number in reports))
+    reports = {number: report for number in [*missing] if (report := job.finished_report(number))}
+    done = sum(missing.pop(number).num_bytes for number in reports)
+    progress.begin(f"encoding {total:,} bytes", total, done)
 
     def check() -> None:
         lines = [line for number in sorted(reports) for line in reports[number].left_out]
-        side_file = unfinished / BAD_RECORDS_NAME
+        side_file = job.folder.parent / BAD_RECORDS_NAME
         check_losses(lines, plan.full_bytes, request.max_bad_records, request.allow_lost, side_file)
 
     check()
-    for number, report in encode_pieces(unfinished, job, plan.pieces, missing, num_workers):
+    for number, report in encode_pieces(job, missing, num_workers):
         reports[number] = report
         progress.advance(plan.pieces[number].num_bytes)
         if report.left_out:
             check()
-    return [reports[number] for number in numbers]
+    return [reports[number] for number in sorted(reports)]
 
 
 def _finished_manifest(output_dir: Path, request: dict[str, Any]) -> dict[str, Any]:
@@ -259,22 +259,20 @@ def _finished_manifest(output_dir: Path, request: dict[str, Any]) -> dict[str, A
     fix = "choose another --output or delete it first"
     try:
         manifest: dict[str, Any] = json.loads((output_dir / MANIFEST_NAME).read_text(encoding="utf-8"))
-        there = manifest["request"]
-        different = [key for key in request if request[key] != there.get(key)]
-        sizes = {} if different else {name: file["num_bytes"] for name, file in manifest["outputs"].items()}
-    except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
+        there, outputs = manifest["request"], manifest["outputs"]
+    except (OSError, ValueError, LookupError, TypeError) as error:
         is_there = (output_dir / MANIFEST_NAME).is_file()
         why = f"its {MANIFEST_NAME} is none of prepare's ({error})" if is_there else f"it has no {MANIFEST_NAME}"
         raise ValueError(f"{other} is not empty and holds no result of prepare: {why}; {fix}") from error
-    if different:
-        details = ", ".join(
-            "other files or other contents" if key == "files" else f"{key} {there.get(key)!r}, asked {request[key]!r}"
-            for key in different
-        )
+    if details := ", ".join(
+        "other files or other contents" if key == "files" else f"{key} {there.get(key)!r}, asked {asked!r}"
+        for key, asked in request.items()
+        if asked != there.get(key)
+    ):
         raise ValueError(f"{other} was prepared otherwise: {details}; {fix}")
-    for name, num_bytes in sizes.items():
+    for name, file in outputs.items():
         path = output_dir / name
         size = path.stat().st_size if path.is_file() else None
-        if size != num_bytes:
-            raise ValueError(f"{other}: {name} has {size} bytes, the manifest says {num_bytes}; {fix}")
+        if size != file["num_bytes"]:
+            raise ValueError(f"{other}: {name} has {size} bytes, the manifest says {file['num_bytes']}; {fix}")
     return manifest

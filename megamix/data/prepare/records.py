@@ -34,7 +34,7 @@ class Stretch:
     """Part of a file, in the unit of its reader: bytes or row groups."""
 
     start: int
-    stop: int
+    stop: int  # sys.maxsize: the end of the file
     num_records_before: int
     num_bytes: int  # approximate measure of the work
 
@@ -46,11 +46,10 @@ def checked(number: int, value: object, name: str) -> Record:
     """
     if not isinstance(value, str):
         return BadRecord(number, f"{name} is {_TYPES.get(type(value), 'a number')}, not a string")
-    if not value.isascii():
-        try:
-            value.encode()
-        except UnicodeEncodeError as error:
-            return BadRecord(number, f"{name} holds half a surrogate pair at character {error.start}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        return BadRecord(number, f"{name} holds half a surrogate pair at character {error.start}")
     return too_long(number, len(value)) or Document(number, value)
 
 
@@ -86,11 +85,6 @@ def read_text(path: str, stretch: Stretch, text_key: str) -> Records:
     except DAMAGE as error:
         record = BadRecord(0, f"the file cannot be read: {error}")
     yield record._replace(num_bytes=None) if isinstance(record, BadRecord) else record
-
-
-def read_fault(reason: str, path: str, stretch: Stretch, text_key: str) -> Records:
-    """Yield the fault of a file that cannot be read at all."""
-    yield BadRecord(0, reason)
 
 
 def read_registered(read: Callable[[str], Iterable[str]], path: str, stretch: Stretch, text_key: str) -> Records:

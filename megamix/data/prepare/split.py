@@ -4,7 +4,7 @@ import hashlib
 import math
 import os
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ class DocumentInPart(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """The documents of a corpus that validate: text files by their names, which `held_out_files` has chosen; records,
+    """The documents of a corpus that validate: text files by their names, which `split_of` has chosen; records,
     and text files that share a name, by a hash of their text.
 
     Equal records are never on both sides. A document longer than `longest` bytes stays in training: in the standard
@@ -34,7 +34,7 @@ class Split:
 
     def place(self, file: CorpusFile, text: str) -> DocumentInPart:
         content = text.encode()
-        if _is_drawn_by_name(file):
+        if file.drawn_by_name:
             draw = _draw(os.fsencode(file.name))
             valid = file.name in self.held_out
         else:
@@ -43,23 +43,18 @@ class Split:
         return DocumentInPart("valid" if valid else "train", draw, text, len(content))
 
 
-def split_of(files: Iterable[PlannedFile], valid_fraction: float) -> Split:
-    """Return the split of a planned corpus. A document longer than half of all validation stays in training."""
-    files = list(files)
-    longest = valid_fraction * sum(file.num_bytes for file in files) / 2
-    return Split(valid_fraction, longest, held_out_files(files, valid_fraction, longest))
-
-
-def held_out_files(files: Iterable[PlannedFile], valid_fraction: float, longest: float) -> frozenset[str]:
-    """Return the names of the text files that validate: from each stratum its share, those with the least draws.
+def split_of(files: Sequence[PlannedFile], valid_fraction: float) -> Split:
+    """Return the split of a planned corpus. A document longer than half of all validation stays in training. Of the
+    text files each stratum's share validates, those with the least draws.
 
     What a stratum's share has beyond whole files goes on to the next stratum, so that many small folders have theirs
     together. A few hundred drawn without strata are easily of one kind: a third of the standard library's validation
     was tables of character sets, a sixth of its text, and validation ended .37 nats below training.
     """
+    longest = valid_fraction * sum(file.num_bytes for file in files) / 2
     strata: dict[tuple[str, int], list[str]] = defaultdict(list)  # by folder, and by length within a factor of two
     for planned in files:
-        if _is_drawn_by_name(planned.file) and 0 < planned.num_bytes <= longest:
+        if planned.file.drawn_by_name and 0 < planned.num_bytes <= longest:
             folder, _, _ = planned.file.name.rpartition("/")
             strata[folder, planned.num_bytes.bit_length()].append(planned.file.name)
     held_out: list[str] = []
@@ -69,11 +64,7 @@ def held_out_files(files: Iterable[PlannedFile], valid_fraction: float, longest:
         share = math.floor(valid_fraction * seen + 0.5) - len(held_out)
         names.sort(key=lambda name: _draw(os.fsencode(name)))
         held_out += names[:share]
-    return frozenset(held_out)
-
-
-def _is_drawn_by_name(file: CorpusFile) -> bool:
-    return file.kind == "text" and file.drawn_by_name
+    return Split(valid_fraction, longest, frozenset(held_out))
 
 
 def _draw(content: bytes) -> int:

@@ -45,8 +45,6 @@ def read_table(columns: Columns, path: str, stretch: Stretch, text_key: str) -> 
     number = stretch.num_records_before
     try:
         for column in columns(pyarrow, path, stretch, text_key):
-            if pyarrow.types.is_dictionary(column.type):
-                column = column.dictionary_decode()
             for content in column.cast(pyarrow.large_binary()).to_pylist():
                 number += 1
                 yield BadRecord(number, "null, not a string", 0) if content is None else decoded(number, content)

@@ -2,14 +2,13 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import repeat
 from pathlib import Path
 from typing import Any
 
 from megamix.data.prepare.pieces import PieceReport, documents_of
 from megamix.data.prepare.plan import CorpusPiece, Plan, read_piece
 from megamix.data.prepare.records import Document
-from megamix.data.prepare.split import DocumentInPart, Split
+from megamix.data.prepare.split import Split
 from megamix.data.steady_file import file_fingerprint
 from megamix.data.text_tokenizer import TextTokenizer
 from megamix.data.tokenizer import END_OF_TEXT, MIN_VOCAB_SIZE, Tokenizer, open_tokenizer, save_tokenizer
@@ -102,7 +101,7 @@ def make_tokenizer(choice: TokenizerChoice, plan: Plan, text_key: str, split: Sp
             tokenizer = choice.open_file()
         with folder_aside(folder) as aside:
             save_tokenizer(tokenizer, aside, None if choice.what in (TRAIN, BYTES) else Path(choice.what))
-    return next(path for path in folder.iterdir() if path.name in ("tokenizer.json", "tokenizer.model"))
+    return next(folder.glob("tokenizer.*"))
 
 
 def sample_texts(plan: Plan, text_key: str) -> list[str]:
@@ -130,8 +129,8 @@ def _training_texts(plan: Plan, text_key: str, split: Split, progress: ProgressL
     total = sum(piece.num_bytes for piece in pieces)
     progress.begin("learning the tokenizer, counting its words", total=min(total, TRAIN_BYTES))
     report = PieceReport()
-    held: DocumentInPart | None = None
-    times = 0  # number of documents equal to `held`, itself included
+    held: list[str] = []
+    least = 2**64  # draw of those that are held
     for piece in pieces:
         left = TRAIN_BYTES * piece.num_bytes // total
         for document in documents_of(piece, text_key, split, report):
@@ -142,17 +141,15 @@ def _training_texts(plan: Plan, text_key: str, split: Split, progress: ProgressL
                 yield document.text.encode()[:left].decode(errors="ignore")
                 break
             left -= document.num_bytes
-            if held is None:
-                held, times = document, 1
-            elif document.draw < held.draw:
-                yield from repeat(held.text, times)
-                held, times = document, 1
-            elif document.draw == held.draw:
-                times += 1
+            if document.draw < least:
+                yield from held
+                held, least = [], document.draw
+            if document.draw == least:
+                held.append(document.text)
             else:
                 yield document.text
-    if held is not None and (report.num_documents["valid"] or not split.valid_fraction):
-        yield from repeat(held.text, times)
+    if report.num_documents["valid"] or not split.valid_fraction:
+        yield from held
     progress.begin("learning the tokenizer, merging pairs")
 
 

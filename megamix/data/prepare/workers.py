@@ -4,7 +4,7 @@ import fcntl
 import multiprocessing
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -25,27 +25,22 @@ class WorkerDiedError(OSError):
 
 
 def encode_pieces(
-    folder: Path, job: EncodingJob, pieces: Sequence[CorpusPiece], numbers: Sequence[int], num_workers: int
+    job: EncodingJob, pieces: dict[int, CorpusPiece], num_workers: int
 ) -> Iterator[tuple[int, PieceReport]]:
-    """Encode the pieces with these numbers. Yield the number and report of each as soon as it is finished.
+    """Encode the pieces. Yield the number and report of each as soon as it is finished.
 
-    `folder`: the folder of the unfinished work. Raises: as `encode_piece`; WorkerDiedError.
+    `pieces`: by number. Raises: as `encode_piece`; WorkerDiedError.
     """
-    if min(num_workers, len(numbers)) <= 1:
+    if min(num_workers, len(pieces)) <= 1:
         opened_tokenizer.cache_clear()  # an earlier job may have had another tokenizer at this path
-        for number in numbers:
-            yield number, encode_piece(job, pieces[number], number)
+        for number, piece in pieces.items():
+            yield number, encode_piece(job, piece, number)
         return
-    with worker_pool(folder, num_workers) as pool:
+    with worker_pool(job.folder.parent, num_workers) as pool:
         with starts_deaf():
-            futures = {pool.submit(_encode_on_one_core, job, pieces[number], number): number for number in numbers}
+            futures = {pool.submit(encode_piece, job, piece, number): number for number, piece in pieces.items()}
         for future in as_completed(futures):
             yield futures[future], future.result()
-
-
-def _encode_on_one_core(job: EncodingJob, piece: CorpusPiece, number: int) -> PieceReport:
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    return encode_piece(job, piece, number)
 
 
 def call_apart(folder: Path, function: Callable[[], Any]) -> Any:
@@ -67,7 +62,7 @@ def worker_pool(folder: Path, num_workers: int) -> Iterator[ProcessPoolExecutor]
     ever. Raises: WorkerDiedError.
     """
     ours, theirs = multiprocessing.Pipe()  # no word is sent: a worker ends where our end is closed
-    pool = ProcessPoolExecutor(num_workers, multiprocessing.get_context("spawn"), _begin, (folder, theirs))
+    pool = ProcessPoolExecutor(num_workers, multiprocessing.get_context("spawn"), _begin, (folder, theirs, num_workers))
     try:
         yield pool
     except BrokenProcessPool as error:
@@ -87,8 +82,10 @@ def wait_for_orphans(folder: Path) -> None:
         lock_file(lock.fileno(), fcntl.LOCK_EX)
 
 
-def _begin(folder: Path, parent: Connection) -> None:
+def _begin(folder: Path, parent: Connection, num_workers: int) -> None:
     stay_deaf()
+    if num_workers > 1:  # each on one core
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
     lock = (folder / _LOCK_NAME).open("w")  # held until the process ends
     lock_file(lock.fileno(), fcntl.LOCK_SH)
     if parent.poll():  # it has died: another prepare may have taken the folder before this lock
