@@ -18,6 +18,7 @@ from megamix.data.prepare.plan import make_plan
 from megamix.data.prepare.prepare_corpus import Request, prepare_corpus
 from megamix.data.prepare.tokenizer_choice import TokenizerChoice
 from megamix.data.token_file import TokenFile
+from megamix.progress import ProgressLine
 
 BOM = b"\xef\xbb\xbf"
 LONG = "a long line " * 20_000
@@ -228,7 +229,7 @@ def test_windows_of_zstandard_bound_the_workers_that_may_meet_them(tmp_path, mon
     for number in range(4):
         window = {"window_log": 31} if number < 2 else {}
         (tmp_path / f"{number}.jsonl.zst").write_bytes(SKIPPABLE + zst(records("text"), **window))
-    planned = make_plan(input_corpus([str(tmp_path)]), piece_bytes=1)
+    planned = make_plan(input_corpus([str(tmp_path)]), ProgressLine(), piece_bytes=1)
     for gibibytes, workers in ((1, 1), (5, 1), (9, 4)):  # half of it is for windows, of which two have 2 GiB
         monkeypatch.setattr("megamix.data.prepare.plan.memory_for_each", lambda _, size=gibibytes: (size * 2**30, ""))
         assert planned.num_workers(16) == workers

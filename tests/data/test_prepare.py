@@ -42,11 +42,11 @@ def prepare(paths, output, vocab_size=280, valid_fraction=0.25, **effort):
 
 
 def plan_of(path, piece_bytes=2**24):
-    return make_plan(input_corpus([str(path)]), piece_bytes)
+    return make_plan(input_corpus([str(path)]), ProgressLine(), piece_bytes=piece_bytes)
 
 
 def _training_texts(plan, valid_fraction):
-    return list(tokenizer_choice._training_texts(plan, "text", Split(valid_fraction, longest=2**20), ProgressLine()))
+    return list(tokenizer_choice._training_texts(plan, Split(valid_fraction, longest=2**20), ProgressLine()))
 
 
 def held_out(path, valid_fraction):

@@ -13,6 +13,7 @@ from megamix.builders.data import data_fingerprints, data_problems, training_sou
 from megamix.data.prepare.corpus import input_corpus
 from megamix.data.prepare.plan import make_plan, read_piece
 from megamix.data.token_file import TokenFile
+from megamix.progress import ProgressLine
 from megamix.tools.verify.layouts.observe import batches
 from tests.builders import run_on_ranks, tiny_job
 from tests.data.prepare_job import prepare
@@ -161,7 +162,5 @@ def test_verify_and_audit_read_a_source_of_its_own_and_no_file(tmp_path, countin
 
 def test_a_reader_gives_its_documents_in_order(tmp_path):
     (tmp_path / "a.dashed").write_text("\n---\n".join(["one", "two", "three"]))
-    plan = make_plan(input_corpus([str(tmp_path)]))
-    assert [record for piece in plan.pieces for _, record in read_piece(piece, "text")] == [
-        (1, "one"), (2, "two"), (3, "three"),
-    ]  # fmt: skip
+    plan = make_plan(input_corpus([str(tmp_path)]), ProgressLine())
+    assert [record for piece in plan.pieces for _, record in read_piece(piece)] == ["one", "two", "three"]

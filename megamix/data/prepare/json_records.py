@@ -17,7 +17,6 @@ _BLOCK = 2**20  # bytes
 _NO_LINES = re.compile(rb"(?:%s)?\s*(?:\[|\{[ \t\r]*\n)" % BOM)
 # Matches up to the next bracket or comma outside of strings, in text without escapes.
 _STEP = re.compile(rb'(?:[^"\[\]{},]++|"[^"]*+")*+([\[\]{},])')
-_DEEPER = {b"[": 1, b"{": 1, b",": 0, b"]": -1, b"}": -1}
 
 Parts: TypeAlias = Callable[[str, Stretch], Iterator[tuple[bytes, int]]]
 
@@ -27,14 +26,14 @@ def json_kind(head: bytes) -> str:
     return "json" if _NO_LINES.match(head) else "jsonl"
 
 
-def read_json(parts: Parts, path: str, stretch: Stretch, text_key: str) -> Records:
+def read_json(parts: Parts, path: str, text_key: str, stretch: Stretch) -> Records:
     """Yield the records, one from each part of the file. `parts`: `lines` or `elements`."""
     number = stretch.num_records_before
     try:
         for part, size in parts(path, stretch):
             number += 1
             record = _parse(number, part, text_key)
-            if record:
+            if record is not None:
                 yield record._replace(num_bytes=size) if isinstance(record, BadRecord) else record
     except DAMAGE as error:  # records before it are whole
         yield BadRecord(number + 1, f"the rest of the file cannot be read: {error}")
@@ -68,7 +67,7 @@ def elements(path: str, stretch: Stretch) -> Iterator[tuple[bytes, int]]:
             plain = text.replace(rb"\\", b"..").replace(rb"\"", b"..")
             while step := _STEP.match(plain, place):
                 place, mark = step.end(), step[1]
-                depth += _DEEPER[mark]
+                depth += (mark in b"[{") - (mark in b"]}")
                 if depth == 1 and mark == b"[":
                     start, in_array = place, 1
                 elif not depth or (mark == b"," and depth == in_array):

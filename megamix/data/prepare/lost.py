@@ -30,8 +30,8 @@ def line_of(planned: PlannedFile, record: BadRecord) -> Line:
 def count_losses(lines: Sequence[Line], total: int) -> dict[str, float]:
     """Return the number of lost files, lost bytes, and their share of `total` in percent."""
     lines = _counted_once(lines)
-    num_files = sum(line["whole_file"] for line in lines)
     num_bytes = _num_bytes(lines)
+    num_files = sum(line["whole_file"] for line in lines)
     return {"num_files": num_files, "num_bytes": num_bytes, "percent": 100 * num_bytes / max(total, 1)}
 
 

@@ -36,7 +36,6 @@ class EncodingJob:
     tokenizer: Path
     end_token: str
     fast: bool  # whether a faster encoder is used, which was found to give equal ids
-    text_key: str
     split: Split
     max_bad_records: int
 
@@ -71,11 +70,11 @@ class EncodingJob:
 class PieceReport:
     """Facts about a piece, without those about single documents."""
 
-    num_documents: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PARTS, 0))
+    num_valid: int = 0  # documents
     num_empty: int = 0
     left_out: list[Line] = field(default_factory=list)
     least_draw: int = 2**64  # least draw among the documents in train, or more than any draw
-    num_chunks: int = 0
+    num_chunks: int = 0  # files of documents; 0: there is none
 
 
 @functools.cache
@@ -94,7 +93,7 @@ def encode_piece(job: EncodingJob, piece: CorpusPiece, number: int) -> PieceRepo
     Raises: ValueError if a file cannot be read as the request says.
     """
     report = PieceReport()
-    documents = documents_of(piece, job.text_key, job.split, report, job.max_bad_records)
+    documents = documents_of(piece, job.split, report, job.max_bad_records)
     for chunk in grouped(_encoded(job, documents), lambda pair: pair[1].size + _MORE_TOKENS, _CHUNK_TOKENS):
         with written_aside(job.chunk_path(number, report.num_chunks), sync=False) as file:
             np.savez(
@@ -102,7 +101,7 @@ def encode_piece(job: EncodingJob, piece: CorpusPiece, number: int) -> PieceRepo
                 tokens=np.concatenate([token_ids for _, token_ids in chunk]),
                 lengths=np.array([token_ids.size for _, token_ids in chunk]),
                 draws=np.array([document.draw for document, _ in chunk], np.uint64),
-                valid=np.array([document.part == "valid" for document, _ in chunk]),
+                valid=np.array([document.valid for document, _ in chunk]),
                 num_bytes=np.array([document.num_bytes for document, _ in chunk]),
             )
         report.num_chunks += 1
@@ -126,22 +125,22 @@ def _encoded(
 
 
 def documents_of(
-    piece: CorpusPiece, text_key: str, split: Split, report: PieceReport, max_bad_records: int = sys.maxsize
+    piece: CorpusPiece, split: Split, report: PieceReport, max_bad_records: int = sys.maxsize
 ) -> Iterator[DocumentInPart]:
-    """Yield the documents of a piece, and stop at one bad record too many. The report counts documents, empty ones and
-    bad records.
+    """Yield the documents of a piece, and stop at one bad record too many. The report counts those that validate,
+    empty ones and bad records.
     """
-    for planned, record in read_piece(piece, text_key):
+    for planned, record in read_piece(piece):
         if isinstance(record, BadRecord):
             report.left_out.append(line_of(planned, record))
             if len(report.left_out) > max_bad_records:
                 return
-        elif not record.text:
+        elif not record:
             report.num_empty += 1
         else:
-            document = split.place(planned.file, record.text)
-            report.num_documents[document.part] += 1
-            if document.part == "train":
+            document = split.place(planned.file, record)
+            report.num_valid += document.valid
+            if not document.valid:
                 report.least_draw = min(report.least_draw, document.draw)
             yield document
 
@@ -155,7 +154,7 @@ def merge_pieces(
     Raises: ValueError if no document would be left to train on.
     """
     parts = PARTS if job.split.valid_fraction else PARTS[:1]
-    moves = job.split.valid_fraction and not any(report.num_documents["valid"] for report in reports)
+    moves = job.split.valid_fraction and not any(report.num_valid for report in reports)
     least = min(report.least_draw for report in reports)
     num_bytes = dict.fromkeys(parts, 0)
     with ExitStack() as stack:

@@ -28,7 +28,7 @@ PIECE_BYTES = 2**24  # bytes of a piece, a second or two of work: a kill loses i
 _BLOCK = 2**22
 # A reader yields a stretch's records in order, and never holds the whole file. A fault of a record is a BadRecord, a
 # fault of the request is a ValueError.
-Reader = Callable[[str, Stretch, str], Records]
+Reader = Callable[[str, str, Stretch], Records]
 _READERS: dict[str, Reader] = {
     "text": read_text,
     "jsonl": partial(read_json, lines),
@@ -46,7 +46,7 @@ class PlannedFile:
     num_bytes: int
     mtime_ns: int
     sha256: str
-    read: Reader  # the function and not its name: unpickling it in a worker imports its plugin
+    read: Callable[[Stretch], Records]  # no name: unpickling the function in a worker imports its plugin
     fault: str  # why nothing of it can be read, as far as its first bytes or its footer tell; empty if something can
     full_bytes: int  # bytes of the file for which a Git LFS pointer stands, otherwise num_bytes
 
@@ -86,18 +86,17 @@ class Plan:
         return wanted
 
 
-def make_plan(corpus: Corpus, piece_bytes: int = PIECE_BYTES, progress: ProgressLine | None = None) -> Plan:
+def make_plan(corpus: Corpus, progress: ProgressLine, text_key: str = "text", piece_bytes: int = PIECE_BYTES) -> Plan:
     """Read every file once, for its checksum and for the places where it can be cut.
 
     The borders of pieces change no byte of the result. Raises: ValueError if a package for a file is missing.
     """
-    progress = progress or ProgressLine()
     total = sum(os.path.getsize(file.path) for file in corpus.files)
     progress.begin(f"checksums of {len(corpus.files):,} file(s)", total)
     files: list[PlannedFile] = []
     stretches: list[tuple[PlannedFile, Stretch]] = []
     with ThreadPoolExecutor(num_cores()) as threads:  # hashing releases the interpreter's lock
-        for planned, cut in threads.map(lambda file: _plan_file(file, piece_bytes), corpus.files):
+        for planned, cut in threads.map(lambda file: _plan_file(file, text_key, piece_bytes), corpus.files):
             files.append(planned)
             stretches += [(planned, stretch) for stretch in cut]
             progress.advance(planned.num_bytes)
@@ -119,19 +118,19 @@ def grouped(items: Iterable[T], size: Callable[[T], int], most: int) -> Iterator
         yield group
 
 
-def _plan_file(file: CorpusFile, piece_bytes: int) -> tuple[PlannedFile, list[Stretch]]:
+def _plan_file(file: CorpusFile, text_key: str, piece_bytes: int) -> tuple[PlannedFile, list[Stretch]]:
     """Return the file as it is now, and the stretches in which it is read."""
     path, before = file.path, os.stat(file.path)
     num_bytes = before.st_size
     fault, pointed_bytes = fault_of(path, file.kind)
-    read = _READERS.get(file.kind) or partial(read_registered, READERS.registered[file.kind])
+    reader = _READERS.get(file.kind) or partial(read_registered, READERS.registered[file.kind])
     if file.kind == "jsonl" and not fault and not is_named(path, COMPRESSIONS):
         sha256, stretches = _cut_lines(path, piece_bytes)
     else:
         sha256 = file_sha256(Path(path))
         is_cut = file.kind == "parquet" and not fault
         stretches = cut_parquet(path) if is_cut else [Stretch(0, sys.maxsize, 0, num_bytes)]
-    full_bytes = pointed_bytes or num_bytes
+    read, full_bytes = partial(reader, path, text_key), pointed_bytes or num_bytes
     return PlannedFile(file, num_bytes, before.st_mtime_ns, sha256, read, fault, full_bytes), stretches
 
 
@@ -159,14 +158,13 @@ def _cut_lines(path: str, piece_bytes: int) -> tuple[str, list[Stretch]]:
     ]
 
 
-def read_piece(piece: CorpusPiece, text_key: str) -> Iterator[tuple[PlannedFile, Record]]:
+def read_piece(piece: CorpusPiece) -> Iterator[tuple[PlannedFile, Record]]:
     """Yield a piece's records in order. Memory holds about one record at a time.
 
     Raises: ValueError if a file has changed since it was planned: its checksum in the manifest would be wrong.
     """
     for planned, stretch in piece.stretches:
-        fault = BadRecord(0, planned.fault)
-        for record in [fault] if planned.fault else planned.read(planned.file.path, stretch, text_key):
+        for record in [BadRecord(0, planned.fault)] if planned.fault else planned.read(stretch):
             yield planned, record
         now = os.stat(planned.file.path)
         if (now.st_size, now.st_mtime_ns) != (planned.num_bytes, planned.mtime_ns):

@@ -114,7 +114,7 @@ def prepare_corpus(
     output_dir = output_dir.resolve()
     unfinished = output_dir.with_name(f"{output_dir.name}.partial")
     corpus = corpus.outside(output_dir, unfinished)
-    plan = make_plan(corpus, request.piece_bytes, progress)
+    plan = make_plan(corpus, progress, request.text_key, request.piece_bytes)
     if not plan.pieces or not plan.num_bytes:
         empty = f"{counted(len(plan.files), 'file')} without a byte or a row"
         raise ValueError(f"{corpus.flag} holds no text, only {empty}; give other files by --input PATH")
@@ -175,7 +175,7 @@ def _write(
     """Write everything but the manifest to the result's folder. Return the manifest's facts about it."""
     split = split_of(plan.files, request.valid_fraction)
     num_workers = plan.num_workers(request.num_workers or num_cores())
-    make = partial(make_tokenizer, request.tokenizer, plan, request.text_key, split, unfinished / "tokenizer")
+    make = partial(make_tokenizer, request.tokenizer, plan, split, unfinished / "tokenizer")
     with progress.aside():  # which the other process has for itself
         path = call_apart(unfinished, make) if num_workers > 1 else make()  # frees the trainer's memory
     progress.begin("encoding")
@@ -184,8 +184,7 @@ def _write(
         folder=unfinished / "pieces",
         tokenizer=path,
         end_token=tokenizer.end_token,
-        fast=tokenizer.speed_up(sample_texts(plan, request.text_key)),
-        text_key=request.text_key,
+        fast=tokenizer.speed_up(sample_texts(plan)),
         split=split,
         max_bad_records=request.max_bad_records,
     )
@@ -194,7 +193,7 @@ def _write(
     reports = _encode(job, plan, num_workers, request, progress)
     bad_records = [line for report in reports for line in report.left_out]
     num_empty = sum(report.num_empty for report in reports)
-    if not any(any(report.num_documents.values()) for report in reports):
+    if not any(report.num_chunks for report in reports):
         for useless in (job.folder, path.parent):
             shutil.rmtree(useless, ignore_errors=True)
         found = f"{counted(num_empty, 'empty document')}; {told_losses(bad_records)}".rstrip("; ")

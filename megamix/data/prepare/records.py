@@ -1,4 +1,4 @@
-"""The records that readers of files yield: documents and bad records, each with its place in the file. And the reader
+"""The records that readers of files yield: documents, and bad records with their places in the file. And the reader
 of text files, each of which is one document.
 """
 
@@ -14,18 +14,13 @@ NOT_UTF8 = "not UTF-8"  # how the reason of such a bad record begins
 BOM = b"\xef\xbb\xbf"  # some editors begin a file with these three bytes, which are no part of its text
 
 
-class Document(NamedTuple):
-    number: int  # line or row, from 1; 0: the whole file
-    text: str
-
-
 class BadRecord(NamedTuple):
-    number: int
+    number: int  # line or row, from 1; 0: the whole file
     reason: str
     num_bytes: int | None = None  # bytes of the record; None: the file cannot be read from here on, and counts whole
 
 
-Record: TypeAlias = Document | BadRecord
+Record: TypeAlias = str | BadRecord  # a document's text, or what is in its place
 Records: TypeAlias = Iterator[Record]
 
 
@@ -50,7 +45,7 @@ def checked(number: int, value: object, name: str) -> Record:
         value.encode()
     except UnicodeEncodeError as error:
         return BadRecord(number, f"{name} holds half a surrogate pair at character {error.start}")
-    return too_long(number, len(value)) or Document(number, value)
+    return too_long(number, len(value)) or value
 
 
 def too_long(number: int, size: int) -> BadRecord | None:
@@ -64,7 +59,7 @@ def decoded(number: int, content: bytes) -> Record:
     if bad := too_long(number, len(content)):
         return bad._replace(num_bytes=len(content))
     try:
-        return Document(number, content.decode())
+        return content.decode()
     except UnicodeDecodeError as error:
         return BadRecord(number, not_utf8(error), len(content))
 
@@ -77,7 +72,7 @@ def not_utf8(error: UnicodeDecodeError) -> str:
 _TYPES = {type(None): "null", bool: "true or false", list: "a list", dict: "an object"}
 
 
-def read_text(path: str, stretch: Stretch, text_key: str) -> Records:
+def read_text(path: str, text_key: str, stretch: Stretch) -> Records:
     """Yield the file as one document."""
     try:
         with open_plain(path) as file:
@@ -87,7 +82,7 @@ def read_text(path: str, stretch: Stretch, text_key: str) -> Records:
     yield record._replace(num_bytes=None) if isinstance(record, BadRecord) else record
 
 
-def read_registered(read: Callable[[str], Iterable[str]], path: str, stretch: Stretch, text_key: str) -> Records:
+def read_registered(read: Callable[[str], Iterable[str]], path: str, text_key: str, stretch: Stretch) -> Records:
     """Yield a document for each text of a plugin's `read(path)`."""
     for number, text in enumerate(read(path), start=1):
         yield decoded(number, text.encode(errors="surrogatepass"))

@@ -13,7 +13,7 @@ from megamix.data.prepare.plan import PlannedFile
 
 
 class DocumentInPart(NamedTuple):
-    part: str
+    valid: bool
     draw: int
     text: str
     num_bytes: int
@@ -40,7 +40,7 @@ class Split:
         else:
             draw = _draw(content)
             valid = draw / 2**64 < self.valid_fraction and len(content) <= self.longest
-        return DocumentInPart("valid" if valid else "train", draw, text, len(content))
+        return DocumentInPart(valid, draw, text, len(content))
 
 
 def split_of(files: Sequence[PlannedFile], valid_fraction: float) -> Split:

@@ -36,7 +36,7 @@ def cut_parquet(path: str) -> list[Stretch]:
     return stretches
 
 
-def read_table(columns: Columns, path: str, stretch: Stretch, text_key: str) -> Records:
+def read_table(columns: Columns, path: str, text_key: str, stretch: Stretch) -> Records:
     """Yield the records of a column. Strings are read as bytes, so that one that is not UTF-8 does not affect others.
 
     `columns`: `parquet_columns` or `arrow_columns`.

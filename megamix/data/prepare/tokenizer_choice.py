@@ -7,7 +7,6 @@ from typing import Any
 
 from megamix.data.prepare.pieces import PieceReport, documents_of
 from megamix.data.prepare.plan import CorpusPiece, Plan, read_piece
-from megamix.data.prepare.records import Document
 from megamix.data.prepare.split import Split
 from megamix.data.steady_file import file_fingerprint
 from megamix.data.text_tokenizer import TextTokenizer
@@ -86,14 +85,14 @@ class TokenizerChoice:
         return request | ({"tokenizer_files": beside} if beside else {})
 
 
-def make_tokenizer(choice: TokenizerChoice, plan: Plan, text_key: str, split: Split, folder: Path) -> Path:
+def make_tokenizer(choice: TokenizerChoice, plan: Plan, split: Split, folder: Path) -> Path:
     """Write the tokenizer's files to a folder, whole or not at all. Return the file to open."""
     if not folder.exists():
         tokenizer: TextTokenizer
         if choice.what == TRAIN:
             assert choice.vocab_size is not None
             with ProgressLine("megamix prepare") as progress:
-                texts = _training_texts(plan, text_key, split, progress)
+                texts = _training_texts(plan, split, progress)
                 tokenizer = Tokenizer.train(texts, choice.vocab_size)
         elif choice.what == BYTES:
             tokenizer = ByteTokenizer()
@@ -104,21 +103,21 @@ def make_tokenizer(choice: TokenizerChoice, plan: Plan, text_key: str, split: Sp
     return next(folder.glob("tokenizer.*"))
 
 
-def sample_texts(plan: Plan, text_key: str) -> list[str]:
+def sample_texts(plan: Plan) -> list[str]:
     """Return some texts from all over the corpus, and a short one with more scripts and signs than most corpora."""
     texts = [_PROBE]
     for piece in _spread(plan.pieces, _SAMPLED_PIECES):
         left = _SAMPLED_CHARACTERS
-        for _, record in read_piece(piece, text_key):
-            if isinstance(record, Document):
-                texts.append(record.text[:left])
+        for _, record in read_piece(piece):
+            if isinstance(record, str):
+                texts.append(record[:left])
                 left -= len(texts[-1])
             if left <= 0:
                 break
     return texts
 
 
-def _training_texts(plan: Plan, text_key: str, split: Split, progress: ProgressLine) -> Iterator[str]:
+def _training_texts(plan: Plan, split: Split, progress: ProgressLine) -> Iterator[str]:
     """Yield the documents of train. If the corpus is larger than TRAIN_BYTES, yield the first documents of pieces
     spread evenly over it.
 
@@ -133,9 +132,9 @@ def _training_texts(plan: Plan, text_key: str, split: Split, progress: ProgressL
     least = 2**64  # draw of those that are held
     for piece in pieces:
         left = TRAIN_BYTES * piece.num_bytes // total
-        for document in documents_of(piece, text_key, split, report):
+        for document in documents_of(piece, split, report):
             progress.advance(min(document.num_bytes, left))
-            if document.part == "valid":
+            if document.valid:
                 continue
             if document.num_bytes > left:
                 yield document.text.encode()[:left].decode(errors="ignore")
@@ -148,7 +147,7 @@ def _training_texts(plan: Plan, text_key: str, split: Split, progress: ProgressL
                 held.append(document.text)
             else:
                 yield document.text
-    if report.num_documents["valid"] or not split.valid_fraction:
+    if report.num_valid or not split.valid_fraction:
         yield from held
     progress.begin("learning the tokenizer, merging pairs")
 
