@@ -1,6 +1,5 @@
 """Batches as tensors. One thread reads them ahead, in the order in which the trainer announces them."""
 
-from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -74,9 +73,7 @@ class BatchLoader:
         # Each thread has its own current device: without this line, pinning would open a context on GPU 0.
         begin = partial(torch.cuda.set_device, device) if device.type == "cuda" else None
         self._thread = ThreadPoolExecutor(1, "megamix-loader", begin)
-        self._announced: deque[range] = deque()
-        self._reads: dict[range, Future[Batch]] = {}  # reads of announced batches: waiting, under way or ended
-        self._closed = False
+        self._reads: dict[range, Future[Batch] | None] = {}  # announced batches, in order; None: not begun
 
     def __enter__(self) -> "BatchLoader":
         return self
@@ -86,24 +83,18 @@ class BatchLoader:
 
     def prefetch(self, samples: range) -> None:
         """Announce a batch, and return at once. Announcing a batch a second time changes nothing."""
-        assert not self._closed, "prefetch after close"
-        if samples not in self._announced and samples not in self._reads:
-            self._announced.append(samples)
-            self._read_ahead()
+        self._reads.setdefault(samples)
+        self._read_ahead()
 
     def forget(self) -> None:
         """Drop all announced batches: the next ones have other ranges."""
-        self._announced.clear()
         self._reads.clear()
 
     def get(self, samples: range) -> Batch:
         """Return the batch of these samples. Raises: any error of the source."""
-        assert not self._closed, "get after close"
-        if samples in self._announced:
-            # Read it here: it may be announced behind batches that nobody fetches, and would never be read.
-            self._announced.remove(samples)
         read = self._reads.pop(samples, None)
         self._read_ahead()
+        # One that is not begun is read here: it may be announced behind batches that nobody fetches.
         return self._read(samples) if read is None or read.cancel() else read.result()
 
     def load(self, samples: Samples) -> Batch:
@@ -112,14 +103,12 @@ class BatchLoader:
 
     def close(self) -> None:
         """End the thread and drop the batches that it has read. A second call does nothing."""
-        self._closed = True
         self._thread.shutdown(cancel_futures=True)
         self._reads.clear()
 
     def _read_ahead(self) -> None:
-        while self._announced and len(self._reads) < self._max_ready:
-            samples = self._announced.popleft()
-            self._reads[samples] = self._thread.submit(self._read, samples)
+        for samples in [*self._reads][: self._max_ready]:
+            self._reads[samples] = self._reads[samples] or self._thread.submit(self._read, samples)
 
     def _read(self, samples: range) -> Batch:
         rows = self._source.read(samples)

@@ -9,6 +9,7 @@ each sequence, its mode. The arrays stay on the disk: an index of 10^8 documents
 import functools
 import shutil
 import struct
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -26,6 +27,7 @@ _CHUNK = 2**20  # sequences checked or written at a time
 _STRIDE = 64  # documents from one offset in memory to the next
 
 
+@dataclass(eq=False)
 class DocumentOffsets:
     """The offsets in tokens at which documents begin in the stream. The object behaves like an INT64 array
     (num_documents + 1,), read from the disk at each use.
@@ -34,20 +36,19 @@ class DocumentOffsets:
     Offsets never decrease; an empty document has the offset of the next one.
     """
 
-    def __init__(self, starts: FileArray, documents: FileArray, num_tokens: int, itemsize: int) -> None:
-        self._starts = starts  # (num_sequences,): first byte of each sequence
-        self._documents = documents  # (num_documents + 1,): first sequence of each document
-        self._num_tokens = num_tokens
-        self._itemsize = itemsize
+    starts: FileArray  # (num_sequences,): first byte of each sequence
+    documents: FileArray  # (num_documents + 1,): first sequence of each document
+    num_tokens: int
+    itemsize: int
 
     def __len__(self) -> int:
-        return len(self._documents)
+        return len(self.documents)
 
     def __getitem__(self, index: "int | np.integer | slice | NDArray[np.integer]") -> Any:
-        sequences = np.asarray(self._documents[index], dtype=np.int64)
-        offsets = np.full(sequences.shape, self._num_tokens, dtype=np.int64)
-        inside = sequences < len(self._starts)  # the border behind the last sequence has no start of its own
-        offsets[inside] = self._starts[sequences[inside]] // self._itemsize
+        sequences = np.asarray(self.documents[index], dtype=np.int64)
+        offsets = np.full(sequences.shape, self.num_tokens, dtype=np.int64)
+        inside = sequences < len(self.starts)  # the border behind the last sequence has no start of its own
+        offsets[inside] = self.starts[sequences[inside]] // self.itemsize
         return offsets if sequences.ndim else int(offsets)
 
     def not_behind(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
