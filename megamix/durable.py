@@ -118,7 +118,7 @@ def folder_aside(path: Path, inside: Path | None = None) -> Iterator[Path]:
 def remove_asides(folder: Path, pattern: str) -> None:
     """Remove the unfinished files of that name that killed processes have left. Nobody may be writing one."""
     for aside in folder.glob(f"{pattern}{ASIDE}*"):
-        if aside.is_dir() and not aside.is_symlink():
+        if aside.is_dir():
             shutil.rmtree(aside, ignore_errors=True)
         else:
             aside.unlink(missing_ok=True)

@@ -160,7 +160,7 @@ def register_axis(name: str, section: type[Section], divide: Callable[..., Any],
     `divide(model, collectives, **keys)` makes a `megamix.model.decoder.Decoder` compute this rank's part; its rules say
     by `along` which parameters the axis divides. `collectives`: those of the axis (megamix/comm/collectives.py).
     """
-    if getattr(section, "model_fields", {}).keys().isdisjoint(["size"]):
+    if "size" not in getattr(section, "model_fields", {}):
         raise ValueError(f"axis {name!r}: its section needs the key size, a PositiveInt: the ranks along the axis")
     MORE_AXES.register(name, section, divide)
     add_axis(name, kind)

@@ -83,11 +83,9 @@ def _open_locked(path: Path, create: int) -> int | None:
             # A process that only looks takes a shared lock: when a job starts, many nodes look at once, and must not
             # take each other for the holder.
             has_lock = lock_file(descriptor, (fcntl.LOCK_EX if create else fcntl.LOCK_SH) | fcntl.LOCK_NB)
-        except OSError as error:
+        except BlockingIOError:
             os.close(descriptor)
-            if isinstance(error, BlockingIOError):
-                return None
-            raise
+            return None
         if not has_lock or still_names(path, descriptor):
             return descriptor
         os.close(descriptor)  # the holder removed the file between our open and our flock
