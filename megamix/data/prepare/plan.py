@@ -28,8 +28,7 @@ PIECE_BYTES = 2**24  # bytes of a piece, a second or two of work: a kill loses i
 _BLOCK = 2**22
 # A reader yields a stretch's records in order, and never holds the whole file. A fault of a record is a BadRecord, a
 # fault of the request is a ValueError.
-Reader = Callable[[str, str, Stretch], Records]
-_READERS: dict[str, Reader] = {
+_READERS: dict[str, Callable[[str, str, Stretch], Records]] = {
     "text": read_text,
     "jsonl": partial(read_json, lines),
     "json": partial(read_json, elements),

@@ -107,8 +107,8 @@ def prepare_corpus(
 ) -> Prepared:
     """Make the tokenizer, encode all pieces, join them, and commit by one rename.
 
-    Raises: ValueError naming flag, value and fix; WorkerDiedError; OSError of a full disk. After any error the finished
-    work is kept beside the output for a rerun.
+    Raises: ValueError naming flag, value and fix; OSError of a full disk or a worker that was killed. After any
+    error the finished work is kept beside the output for a rerun.
     """
     progress = progress or ProgressLine()
     output_dir = output_dir.resolve()

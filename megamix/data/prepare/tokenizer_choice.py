@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megamix.data.prepare.pieces import PieceReport, documents_of
-from megamix.data.prepare.plan import CorpusPiece, Plan, read_piece
+from megamix.data.prepare.plan import CorpusPiece, Plan, grouped, read_piece
 from megamix.data.prepare.split import Split
 from megamix.data.steady_file import file_fingerprint
 from megamix.data.text_tokenizer import TextTokenizer
@@ -20,7 +20,7 @@ TRAIN, BYTES = "train", "bytes"
 # Bytes of text for training, taken from the beginnings of so many pieces. A trainer's memory grows with the words that
 # it has seen: the process takes 367 MB with 32 MiB of source code, and 542 MB with 64 MiB.
 TRAIN_BYTES, _TRAIN_PIECES = 2**25, 256
-_SAMPLED_PIECES, _SAMPLED_CHARACTERS = 8, 2**16  # number of sampled pieces, characters of each
+_SAMPLED_PIECES, _SAMPLED_CHARACTERS = 8, 2**16  # number of sampled pieces, characters of each or some more
 # Words, numbers, marks, white space and scripts, in combinations on which split patterns differ.
 _PROBE = (
     "I'll WE'LL it's 'Tis  don't\n\n\tx = 1234567890.5e-3  \n  // naïve Ünïcode ÅngStröm\r\n \u00a0\u2003\u3000.\u0085"
@@ -92,8 +92,7 @@ def make_tokenizer(choice: TokenizerChoice, plan: Plan, split: Split, folder: Pa
         if choice.what == TRAIN:
             assert choice.vocab_size is not None
             with ProgressLine("megamix prepare") as progress:
-                texts = _training_texts(plan, split, progress)
-                tokenizer = Tokenizer.train(texts, choice.vocab_size)
+                tokenizer = Tokenizer.train(_training_texts(plan, split, progress), choice.vocab_size)
         elif choice.what == BYTES:
             tokenizer = ByteTokenizer()
         else:
@@ -107,13 +106,8 @@ def sample_texts(plan: Plan) -> list[str]:
     """Return some texts from all over the corpus, and a short one with more scripts and signs than most corpora."""
     texts = [_PROBE]
     for piece in _spread(plan.pieces, _SAMPLED_PIECES):
-        left = _SAMPLED_CHARACTERS
-        for _, record in read_piece(piece):
-            if isinstance(record, str):
-                texts.append(record[:left])
-                left -= len(texts[-1])
-            if left <= 0:
-                break
+        beginnings = (record[:_SAMPLED_CHARACTERS] for _, record in read_piece(piece) if isinstance(record, str))
+        texts += next(grouped(beginnings, len, _SAMPLED_CHARACTERS), [])
     return texts
 
 

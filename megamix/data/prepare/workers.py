@@ -20,16 +20,12 @@ from megamix.interrupt import starts_deaf, stay_deaf
 _LOCK_NAME = "workers.lock"
 
 
-class WorkerDiedError(OSError):
-    """An error of a worker that the system ended, most often because memory ran out."""
-
-
 def encode_pieces(
     job: EncodingJob, pieces: dict[int, CorpusPiece], num_workers: int
 ) -> Iterator[tuple[int, PieceReport]]:
     """Encode the pieces. Yield the number and report of each as soon as it is finished.
 
-    `pieces`: by number. Raises: as `encode_piece`; WorkerDiedError.
+    `pieces`: by number. Raises: as `encode_piece`; OSError if a worker is killed.
     """
     if min(num_workers, len(pieces)) <= 1:
         opened_tokenizer.cache_clear()  # an earlier job may have had another tokenizer at this path
@@ -46,7 +42,7 @@ def encode_pieces(
 def call_apart(folder: Path, function: Callable[[], Any]) -> Any:
     """Call a function in a process of its own, and return its result. The function's memory ends with the process.
 
-    Raises: any error of the function; WorkerDiedError.
+    Raises: any error of the function; OSError if it is killed.
     """
     with worker_pool(folder, 1) as pool:
         with starts_deaf():
@@ -59,14 +55,14 @@ def worker_pool(folder: Path, num_workers: int) -> Iterator[ProcessPoolExecutor]
     """Yield a pool whose processes end at once where the block or this process ends, in whatever way.
 
     They are spawned and not forked: a fork of a process whose tokenizer has threads may wait for these threads for
-    ever. Raises: WorkerDiedError.
+    ever. Raises: OSError if the system ends one, most often because memory ran out.
     """
     ours, theirs = multiprocessing.Pipe()  # no word is sent: a worker ends where our end is closed
     pool = ProcessPoolExecutor(num_workers, multiprocessing.get_context("spawn"), _begin, (folder, theirs, num_workers))
     try:
         yield pool
     except BrokenProcessPool as error:
-        raise WorkerDiedError(
+        raise OSError(
             "a worker was killed (most often by a system out of memory: fewer --workers need less); finished pieces "
             "are kept"
         ) from error
