@@ -163,4 +163,4 @@ def test_verify_and_audit_read_a_source_of_its_own_and_no_file(tmp_path, countin
 def test_a_reader_gives_its_documents_in_order(tmp_path):
     (tmp_path / "a.dashed").write_text("\n---\n".join(["one", "two", "three"]))
     plan = make_plan(input_corpus([str(tmp_path)]), ProgressLine())
-    assert [record for piece in plan.pieces for _, record in read_piece(piece)] == ["one", "two", "three"]
+    assert [record for piece in plan.pieces for *_, record in read_piece(piece)] == ["one", "two", "three"]

@@ -28,15 +28,12 @@ def json_kind(head: bytes) -> str:
 
 def read_json(parts: Parts, path: str, text_key: str, stretch: Stretch) -> Records:
     """Yield the records, one from each part of the file. `parts`: `lines` or `elements`."""
-    number = stretch.num_records_before
     try:
-        for part, size in parts(path, stretch):
-            number += 1
-            record = _parse(number, part, text_key)
-            if record is not None:
-                yield record._replace(num_bytes=size) if isinstance(record, BadRecord) else record
+        for number, (part, size) in enumerate(parts(path, stretch), stretch.num_records_before):
+            record = _parse(part if number else part.removeprefix(BOM), text_key)
+            yield record._replace(num_bytes=size) if isinstance(record, BadRecord) else record
     except DAMAGE as error:  # records before it are whole
-        yield BadRecord(number + 1, f"the rest of the file cannot be read: {error}")
+        yield BadRecord(f"the rest of the file cannot be read: {error}")
 
 
 def lines(path: str, stretch: Stretch) -> Iterator[tuple[bytes, int]]:
@@ -79,23 +76,21 @@ def elements(path: str, stretch: Stretch) -> Iterator[tuple[bytes, int]]:
         raise DamagedFile("the file ends within an array or object")
 
 
-def _parse(number: int, content: bytes, text_key: str) -> Record | None:
+def _parse(content: bytes, text_key: str) -> Record:
     """Return the record of a part; None for white space."""
     if len(content) > _LONGEST_RECORD:
-        return BadRecord(number, f"a record longer than {_LONGEST_RECORD} bytes; cut it into several")
-    if number == 1:
-        content = content.removeprefix(BOM)
+        return BadRecord(f"a record longer than {_LONGEST_RECORD} bytes; cut it into several")
     if not content.strip():
         return None
     try:
         value = json.loads(content.decode())
     except UnicodeDecodeError as error:
-        return BadRecord(number, not_utf8(error))
+        return BadRecord(not_utf8(error))
     except (ValueError, RecursionError) as error:
-        return BadRecord(number, f"no JSON: {error}")
+        return BadRecord(f"no JSON: {error}")
     if not isinstance(value, dict):
-        return BadRecord(number, f"no JSON object but a {type(value).__name__}")
+        return BadRecord(f"no JSON object but a {type(value).__name__}")
     if text_key not in value:
         keys = ", ".join(sorted(value)[:_MOST_KEYS]) or "none"
-        return BadRecord(number, f"no key {text_key!r} (keys: {keys}; --text-key names another)")
-    return checked(number, value[text_key], f"the value of {text_key!r}")
+        return BadRecord(f"no key {text_key!r} (keys: {keys}; --text-key names another)")
+    return checked(value[text_key], f"the value of {text_key!r}")

@@ -17,11 +17,11 @@ _REASONS = 4  # kinds of reasons that a message gives
 Line = dict[str, Any]
 
 
-def line_of(planned: PlannedFile, record: BadRecord) -> Line:
+def line_of(planned: PlannedFile, number: int, record: BadRecord) -> Line:
     """Return a line of the list: the path, the place in it, the reason, the bytes, and whether the file cannot be read
     to its end. Such a file counts whole, for nobody knows what it lacks.
     """
-    place = {_UNITS.get(planned.file.kind, "row"): record.number} if record.number else {}
+    place = {} if planned.fault or planned.file.kind == "text" else {_UNITS.get(planned.file.kind, "row"): number}
     whole = record.num_bytes is None
     num_bytes = planned.full_bytes if whole else record.num_bytes
     return {"path": planned.file.path, **place, "reason": record.reason, "num_bytes": num_bytes, "whole_file": whole}

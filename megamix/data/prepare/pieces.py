@@ -99,10 +99,10 @@ def encode_piece(job: EncodingJob, piece: CorpusPiece, number: int) -> PieceRepo
             np.savez(
                 file,
                 tokens=np.concatenate([token_ids for _, token_ids in chunk]),
-                lengths=np.array([token_ids.size for _, token_ids in chunk]),
+                lengths=[token_ids.size for _, token_ids in chunk],
                 draws=np.array([document.draw for document, _ in chunk], np.uint64),
-                valid=np.array([document.valid for document, _ in chunk]),
-                num_bytes=np.array([document.num_bytes for document, _ in chunk]),
+                valid=[document.valid for document, _ in chunk],
+                num_bytes=[document.num_bytes for document, _ in chunk],
             )
         report.num_chunks += 1
     if len(report.left_out) <= job.max_bad_records:
@@ -130,14 +130,14 @@ def documents_of(
     """Yield the documents of a piece, and stop at one bad record too many. The report counts those that validate,
     empty ones and bad records.
     """
-    for planned, record in read_piece(piece):
+    for planned, number, record in read_piece(piece):
         if isinstance(record, BadRecord):
-            report.left_out.append(line_of(planned, record))
+            report.left_out.append(line_of(planned, number, record))
             if len(report.left_out) > max_bad_records:
                 return
-        elif not record:
+        elif record == "":
             report.num_empty += 1
-        else:
+        elif record:
             document = split.place(planned.file, record)
             report.num_valid += document.valid
             if not document.valid:

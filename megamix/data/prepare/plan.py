@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from megamix.data.prepare.compressed import is_named, window_bytes
 from megamix.data.prepare.corpus import Corpus, CorpusFile
@@ -50,8 +50,7 @@ class PlannedFile:
     full_bytes: int  # bytes of the file for which a Git LFS pointer stands, otherwise num_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class CorpusPiece:
+class CorpusPiece(NamedTuple):
     """A piece of work: stretches in order, each with its file."""
 
     stretches: tuple[tuple[PlannedFile, Stretch], ...]
@@ -61,8 +60,7 @@ class CorpusPiece:
         return sum(stretch.num_bytes for _, stretch in self.stretches)
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(NamedTuple):
     files: tuple[PlannedFile, ...]
     pieces: tuple[CorpusPiece, ...]
 
@@ -157,14 +155,15 @@ def _cut_lines(path: str, piece_bytes: int) -> tuple[str, list[Stretch]]:
     ]
 
 
-def read_piece(piece: CorpusPiece) -> Iterator[tuple[PlannedFile, Record]]:
-    """Yield a piece's records in order. Memory holds about one record at a time.
+def read_piece(piece: CorpusPiece) -> Iterator[tuple[PlannedFile, int, Record]]:
+    """Yield a piece's records in order, each with its number in its file, from 1. Memory holds about one at a time.
 
     Raises: ValueError if a file has changed since it was planned: its checksum in the manifest would be wrong.
     """
     for planned, stretch in piece.stretches:
-        for record in [BadRecord(0, planned.fault)] if planned.fault else planned.read(stretch):
-            yield planned, record
+        records = [BadRecord(planned.fault)] if planned.fault else planned.read(stretch)
+        for number, record in enumerate(records, start=stretch.num_records_before + 1):
+            yield planned, number, record
         now = os.stat(planned.file.path)
         if (now.st_size, now.st_mtime_ns) != (planned.num_bytes, planned.mtime_ns):
             raise ValueError(f"{planned.file.path} changed while it was being read; run prepare again")

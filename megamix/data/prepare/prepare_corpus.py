@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megamix.data.prepare import MANIFEST_NAME
 from megamix.data.prepare.corpus import Corpus, counted, first_few
@@ -70,8 +70,7 @@ class Request:
         }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prepared:
+class Prepared(NamedTuple):
     """The result in the output directory."""
 
     output_dir: Path
@@ -121,7 +120,7 @@ def prepare_corpus(
     manifest = request.manifest(corpus, plan)
     if output_dir.exists() and (not output_dir.is_dir() or any(output_dir.iterdir())):
         return Prepared(output_dir=output_dir, reused=True, manifest=_finished_manifest(output_dir, manifest))
-    faults = [line_of(file, BadRecord(0, file.fault)) for file in plan.files if file.fault]
+    faults = [line_of(file, 1, BadRecord(file.fault)) for file in plan.files if file.fault]
     check_losses(faults, plan.full_bytes, request.max_bad_records, request.allow_lost)
     with _work_folder(unfinished, {"piece_bytes": request.piece_bytes, **manifest}):
         # The commit is a rename, which the system refuses if the output has been filled meanwhile.

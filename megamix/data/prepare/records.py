@@ -1,9 +1,8 @@
-"""The records that readers of files yield: documents, and bad records with their places in the file. And the reader
-of text files, each of which is one document.
+"""The records that readers of files yield, one for each place in a file: documents, bad records, or nothing. And the
+reader of text files, each of which is one document.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 from megamix.data.prepare.compressed import DAMAGE, open_plain
@@ -15,17 +14,15 @@ BOM = b"\xef\xbb\xbf"  # some editors begin a file with these three bytes, which
 
 
 class BadRecord(NamedTuple):
-    number: int  # line or row, from 1; 0: the whole file
     reason: str
     num_bytes: int | None = None  # bytes of the record; None: the file cannot be read from here on, and counts whole
 
 
-Record: TypeAlias = str | BadRecord  # a document's text, or what is in its place
+Record: TypeAlias = str | BadRecord | None  # a document's text, or what is in its place; None: white space
 Records: TypeAlias = Iterator[Record]
 
 
-@dataclass(frozen=True, slots=True)
-class Stretch:
+class Stretch(NamedTuple):
     """Part of a file, in the unit of its reader: bytes or row groups."""
 
     start: int
@@ -34,34 +31,32 @@ class Stretch:
     num_bytes: int  # approximate measure of the work
 
 
-def checked(number: int, value: object, name: str) -> Record:
+def checked(value: object, name: str) -> Record:
     """Return the document if the value is text that UTF-8 can hold and is not too long; otherwise a bad record.
 
     `name`: the user's name of the value.
     """
     if not isinstance(value, str):
-        return BadRecord(number, f"{name} is {_TYPES.get(type(value), 'a number')}, not a string")
+        return BadRecord(f"{name} is {_TYPES.get(type(value), 'a number')}, not a string")
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        return BadRecord(number, f"{name} holds half a surrogate pair at character {error.start}")
-    return too_long(number, len(value)) or value
+        return BadRecord(f"{name} holds half a surrogate pair at character {error.start}")
+    return too_long(len(value)) or value
 
 
-def too_long(number: int, size: int) -> BadRecord | None:
+def too_long(size: int) -> BadRecord | None:
     if size <= LONGEST_DOCUMENT:
         return None
-    return BadRecord(number, f"longer than {LONGEST_DOCUMENT} bytes, the most of one document; cut it into several")
+    return BadRecord(f"longer than {LONGEST_DOCUMENT} bytes, the most of one document; cut it into several", size)
 
 
-def decoded(number: int, content: bytes) -> Record:
+def decoded(content: bytes) -> Record:
     """Return the document if the bytes are UTF-8 and not too many; otherwise a bad record."""
-    if bad := too_long(number, len(content)):
-        return bad._replace(num_bytes=len(content))
     try:
-        return content.decode()
+        return too_long(len(content)) or content.decode()
     except UnicodeDecodeError as error:
-        return BadRecord(number, not_utf8(error), len(content))
+        return BadRecord(not_utf8(error), len(content))
 
 
 def not_utf8(error: UnicodeDecodeError) -> str:
@@ -76,13 +71,13 @@ def read_text(path: str, text_key: str, stretch: Stretch) -> Records:
     """Yield the file as one document."""
     try:
         with open_plain(path) as file:
-            record = decoded(0, file.read(LONGEST_DOCUMENT + 1).removeprefix(BOM))
+            record = decoded(file.read(LONGEST_DOCUMENT + 1).removeprefix(BOM))
     except DAMAGE as error:
-        record = BadRecord(0, f"the file cannot be read: {error}")
+        record = BadRecord(f"the file cannot be read: {error}")
     yield record._replace(num_bytes=None) if isinstance(record, BadRecord) else record
 
 
 def read_registered(read: Callable[[str], Iterable[str]], path: str, text_key: str, stretch: Stretch) -> Records:
     """Yield a document for each text of a plugin's `read(path)`."""
-    for number, text in enumerate(read(path), start=1):
-        yield decoded(number, text.encode(errors="surrogatepass"))
+    for text in read(path):
+        yield decoded(text.encode(errors="surrogatepass"))

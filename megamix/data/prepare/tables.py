@@ -42,14 +42,12 @@ def read_table(columns: Columns, path: str, text_key: str, stretch: Stretch) -> 
     `columns`: `parquet_columns` or `arrow_columns`.
     """
     pyarrow = _import_pyarrow(path)
-    number = stretch.num_records_before
     try:
         for column in columns(pyarrow, path, stretch, text_key):
             for content in column.cast(pyarrow.large_binary()).to_pylist():
-                number += 1
-                yield BadRecord(number, "null, not a string", 0) if content is None else decoded(number, content)
+                yield BadRecord("null, not a string", 0) if content is None else decoded(content)
     except (pyarrow.ArrowException, OSError) as error:
-        yield BadRecord(number + 1, f"no table that can be read: {error}")
+        yield BadRecord(f"no table that can be read: {error}")
 
 
 def parquet_columns(pyarrow: Any, path: str, stretch: Stretch, text_key: str) -> Iterator[Any]:

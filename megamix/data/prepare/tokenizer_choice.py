@@ -106,7 +106,7 @@ def sample_texts(plan: Plan) -> list[str]:
     """Return some texts from all over the corpus, and a short one with more scripts and signs than most corpora."""
     texts = [_PROBE]
     for piece in _spread(plan.pieces, _SAMPLED_PIECES):
-        beginnings = (record[:_SAMPLED_CHARACTERS] for _, record in read_piece(piece) if isinstance(record, str))
+        beginnings = (record[:_SAMPLED_CHARACTERS] for *_, record in read_piece(piece) if isinstance(record, str))
         texts += next(grouped(beginnings, len, _SAMPLED_CHARACTERS), [])
     return texts
 
