@@ -1,14 +1,12 @@
 """Files of which nothing can be read, as far as their first bytes or their footer tell."""
 
-import re
 from pathlib import Path
 
 from megamix.data.prepare.compressed import DAMAGE, open_plain
 from megamix.data.prepare.tables import table_fault
+from megamix.git_lfs import pointed_bytes
 from megamix.plugins import FILE_KINDS
 
-_HEAD = 512  # bytes, more than a pointer has
-_POINTER = re.compile(rb"version https://git-lfs\.github\.com/spec/v1\n(?:.*\n)*size (\d+)")
 _UNREAD = (".bz2", ".xz", ".lz4")
 
 
@@ -16,10 +14,8 @@ def fault_of(path: str, kind: str) -> tuple[str, int]:
     """Return why nothing of a file can be read, with the fix, and the bytes that are lost if these are not its own:
     those of the file for which a Git LFS pointer stands. ("", 0): something may be read.
     """
-    with Path(path).open("rb") as file:
-        head = file.read(_HEAD)
-    if pointer := _POINTER.match(head):
-        return "a Git LFS pointer in place of the file; run `git lfs pull` in its folder", int(pointer[1])
+    if (size := pointed_bytes(Path(path))) is not None:
+        return "a Git LFS pointer in place of the file; run `git lfs pull` in its folder", size
     if kind in ("parquet", "arrow"):
         return table_fault(path, kind), 0
     if path.lower().endswith(_UNREAD) and Path(path).stem.lower().endswith((*FILE_KINDS, ".txt")):
