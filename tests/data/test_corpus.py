@@ -26,7 +26,7 @@ def test_files_of_a_folder_are_sorted_and_inputs_come_in_the_order_they_are_give
 
 
 def test_what_lies_beside_tables_is_passed_over_with_a_line(tmp_path, caplog, monkeypatch):
-    others = ("README.md", "infos.json.zst", "a.csv", "x.jsonl", *(f"{n}.py" for n in range(7)))
+    others = ("README.md", "infos.json.zst", "a.csv", "x.json", *(f"{n}.py" for n in range(7)))
     write_files(tmp_path, "data/x.parquet", *others)
     monkeypatch.setitem(sys.modules, "zstandard", None)  # files passed over do not need it
     alone, named = (input_corpus([str(tmp_path), *more]) for more in ([], [str(tmp_path / "README.md")]))

@@ -69,9 +69,9 @@ TEXTS = {
     "array.json.gz": (gzip.compress(b'[{"text": "packed"}]'), ["packed"], []),
     "bad.jsonl": (
         records("first") + b'hello\n["a"]\n{"text": null}\n{"text": 1}\n{"text": "K\xe4se"}\n' + records("last"),
-        ["first", "last"],
+        ["first", "", "last"],
         [
-            ("no JSON", 6, False), ("no JSON object", 6, False), ("the value of 'text' is null", 15, False),
+            ("no JSON", 6, False), ("no JSON object", 6, False),
             ("the value of 'text' is a number", 12, False), ("not UTF-8", 17, False),
         ],
     ),
@@ -124,6 +124,7 @@ TEXTS = {
     "utf16.jsonl": (
         '{"text": "a"}\n'.encode("utf-16-le"), [], [("no JSON", 27, False), ("no JSON", 1, False)],
     ),
+    "two.json": (b'[{"a": 1}]', [], [("no key 'text'", 8, False)]),
     "utf16.txt": whole("text".encode("utf-16"), "not UTF-8: byte 0xff at 0"),
     "z_objects.txt": (records("told"), [records("told").decode()], []),
     "ß日本.txt": ("Straße".encode(), ["Straße"], []),
@@ -134,6 +135,10 @@ PASSED_OVER = {  # of texts, by the reason: names and contents
         "no_mark.txt": "wide".encode("utf-16-le"),
         "paper.pdf": b"%PDF-1.7",
         "picture.png": b"\x89PNG\r\n\x1a\n\0\0",
+    },
+    "of one object without the key 'text'": {
+        "package.json": b'{"name": "x"}',
+        "tsconfig.json": b'{\n "y": {"text": 1}\n}',
     },
     "hidden": {".hidden.txt": b"hidden", ".git/config": b"[core]", "a/.DS_Store": b"\0\0\0\1Bud1"},
 }
@@ -148,10 +153,11 @@ TABLES = {
     "file.arrow": (arrow(FILE, ["f1"], ["f2"]), ["f1", "f2"], []),
     "large.Parquet": (parquet(pa.array(["l"], pa.large_string())), ["l"], []),
     "no_rows.parquet": (parquet(pa.array([], pa.string())), [], []),
-    "nulls.parquet": (parquet(["n", None]), ["n"], [("null, not a string", 0, False)]),
-    "only_nulls.parquet": (parquet(pa.nulls(2)), [], [("null, not a string", 0, False)] * 2),
+    "nulls.parquet": (parquet(["n", None]), ["n", ""], []),
+    "only_nulls.parquet": (parquet(pa.nulls(200)), [""] * 200, []),
     "pointer.parquet": (pointer("pointer.parquet"), [], [("a Git LFS pointer", 268_435_456, True)]),
     "stream.arrow": (arrow(STREAM, ["s1"], ["s2"]), ["s1", "s2"], []),
+    "z_records.jsonl": whole(records("beside"), "beside Parquet or Arrow; name it by --input, too"),
 }
 
 

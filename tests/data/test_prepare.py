@@ -282,7 +282,7 @@ def test_a_corpus_without_text_leaves_no_output_and_says_what_it_holds(tmp_path)
     (text / "bom.txt").write_bytes(b"\xef\xbb\xbf")
     refused("holds no text, only 5 empty documents; name the key")
     (text / "latin.txt").write_bytes(b"K\xe4se")
-    iconv = r".*latin.txt: not UTF-8.*; re-encode such files as UTF-8, for example by iconv -f latin1 -t utf-8"
+    iconv = r".*latin.txt: not UTF-8.*; re-encode such files \(iconv -f latin1 -t utf-8 IN > OUT; -f utf-16 if"
     refused(r"8.70 % of the bytes, more than --allow-lost 1, cannot be read: 1 file \(4 bytes\), the first: " + iconv)
     refused(r"holds no text, only 5 empty documents; 1 file \(4 bytes\), the first: .*latin", allow_lost=100)
     assert list(output.parent.iterdir()) == []

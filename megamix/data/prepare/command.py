@@ -57,7 +57,8 @@ def run_prepare(arguments: argparse.Namespace) -> Iterator[str]:
             max_bad_records=arguments.max_bad_records,
             allow_lost=arguments.allow_lost,
         )
-        corpus = input_corpus(arguments.input, arguments.split) if arguments.input else named_corpus(arguments.corpus)
+        asked = (arguments.input, arguments.split, arguments.text_key)
+        corpus = input_corpus(*asked) if arguments.input else named_corpus(arguments.corpus)
         prepared = prepare_corpus(corpus, arguments.output, request, arguments.progress)
         yield prepared.summary() + corpus.passed_over
     except OSError as error:  # an error of the disk or of memory

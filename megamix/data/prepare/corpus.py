@@ -7,6 +7,7 @@ import os
 import sysconfig
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ _TABLES = ("parquet", "arrow")
 _CSV = tuple(ending + more for ending in (".csv", ".tsv") for more in ("", *COMPRESSIONS))
 _JL = tuple(f".jl{more}" for more in ("", *COMPRESSIONS))  # JSON Lines or Julia, by the content
 _HEAD = 2**13  # bytes that tell a file's kind: no text has a zero among them; a PDF need not have one
+_LARGEST_OBJECT = 2**24  # bytes of a .json that is parsed as a whole
 _TOLD = 8  # files that a message names
 
 
@@ -76,9 +78,9 @@ def named_corpus(name: str) -> Corpus:
     return Corpus(f"--corpus {name}", folder_files(root, suffix=".py", left_out=_LEFT_OUT))
 
 
-def input_corpus(paths: Sequence[str], split: str = "train") -> Corpus:
+def input_corpus(paths: Sequence[str], split: str = "train", text_key: str = "text") -> Corpus:
     """Return the corpus of `--input PATH...`: files, folders, datasets saved by `datasets`, or hf:NAME for
-    `load_dataset`.
+    `load_dataset`. JSON Lines that are passed over are among its files: they are records, and count as lost.
 
     Raises: ValueError for a path that is none of these, or holds no file.
     """
@@ -86,7 +88,7 @@ def input_corpus(paths: Sequence[str], split: str = "train") -> Corpus:
     passed_over: list[CorpusFile] = []
     given: dict[str, int] = {}  # by file, index of the path that holds it
     for number, path in enumerate(paths):
-        found = _hub_files(path, split) if path.startswith(_HUB) else _path_files(path, split)
+        found = _hub_files(path, split) if path.startswith(_HUB) else _path_files(path, split, text_key)
         passed_over += [file for file in found if file.passed_over]
         found = tuple(file for file in found if not file.passed_over)
         if not found:
@@ -98,9 +100,11 @@ def input_corpus(paths: Sequence[str], split: str = "train") -> Corpus:
         files += found
     names = Counter(file.name for file in files)
     flag = " ".join(path if path.startswith(_HUB) else os.path.normpath(path) for path in paths)
-    told = _told([file for file in passed_over if os.path.realpath(file.path) not in given])
+    unread = [file for file in passed_over if os.path.realpath(file.path) not in given]
+    lost = [file for file in unread if file.kind == "jsonl"]
+    files += [replace(file, passed_over=f"{file.passed_over}; name it by --input, too") for file in lost]
     drawn = (replace(file, drawn_by_name=file.kind == "text" and names[file.name] == 1) for file in files)
-    return Corpus(f"--input {flag}", tuple(drawn), told)
+    return Corpus(f"--input {flag}", tuple(drawn), _told([file for file in unread if file.kind != "jsonl"]))
 
 
 def _told(unread: Sequence[CorpusFile]) -> str:
@@ -170,7 +174,7 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def _readable(given: str, files: tuple[CorpusFile, ...]) -> tuple[CorpusFile, ...]:
+def _readable(given: str, files: tuple[CorpusFile, ...], text_key: str) -> tuple[CorpusFile, ...]:
     """Mark files without text, and other files beside tables, as passed over, and log a line about them. Look into the
     remaining .json files for their kind.
 
@@ -180,7 +184,7 @@ def _readable(given: str, files: tuple[CorpusFile, ...]) -> tuple[CorpusFile, ..
     if any(file.kind in _TABLES for file in files):
         others = [file for file in files if file.kind in ("text", "json", "jsonl")]
         others.sort(key=lambda file: not is_named(file.path, _CSV))  # the message names these first
-        which = "files beside Parquet or Arrow"
+        why = dict.fromkeys(others, "beside Parquet or Arrow")
     else:
         texts = [file for file in files if file.kind == "text"]
         if csv := next((file.path for file in texts if is_named(file.path, _CSV)), ""):
@@ -190,22 +194,33 @@ def _readable(given: str, files: tuple[CorpusFile, ...]) -> tuple[CorpusFile, ..
                 "text by --text-key"
             )
         contents = {file: _content(file.path) for file in texts}
-        others = [file for file in texts if contents[file] == "binary"]
-        which = "files that are no text in UTF-8"
+        why = dict.fromkeys([file for file in texts if contents[file] == "binary"], "that are no text in UTF-8")
         objects = [file for file in texts if contents[file] == "object"]
         kinds |= {file: "jsonl" for file in objects if is_named(file.path, _JL)}
         if plain := [file.name for file in objects if file not in kinds]:
             told = "are read as plain text, keys and braces included; name them .jsonl to have their records read"
             log.warning("--input %r: files that begin with a JSON object %s: %s", given, told, first_few(plain))
-    if others:
-        names = first_few([file.name for file in others])
-        if len(others) == len(files):
-            fix = "give text, .jsonl, .json, .parquet or .arrow"
-            raise ValueError(f"--input {given!r} holds no text in UTF-8, but {names}; {fix}")
-        log.warning("--input %r: %s are passed over: %s", given, which, names)
-    why = dict.fromkeys(others, which.removeprefix("files "))
+        if why.keys() < contents.keys():  # a package.json of a folder of code
+            single = [file for file in files if file.kind == "json" and _is_one_object(file.path, text_key)]
+            why |= dict.fromkeys(single, f"of one object without the key {text_key!r}")
+    if why and len(why) == len(files):
+        found = first_few([file.name for file in why])
+        fix = "give text, .jsonl, .json, .parquet or .arrow"
+        raise ValueError(f"--input {given!r} holds no text in UTF-8, but {found}; {fix}")
+    for which in dict.fromkeys(why.values()):
+        names = first_few([file.name for file in why if why[file] == which])
+        log.warning("--input %r: files %s are passed over: %s", given, which, names)
     kinds |= {file: json_kind(_head(file.path)) for file in files if file.kind == "json" and file not in why}
     return tuple(replace(file, kind=kinds.get(file, file.kind), passed_over=why.get(file, "")) for file in files)
+
+
+def _is_one_object(path: str, text_key: str) -> bool:
+    """Return whether a .json is one object without the key, and so no records. A large file is not looked into."""
+    content = None
+    if path.endswith(".json") and os.path.getsize(path) <= _LARGEST_OBJECT:
+        with suppress(ValueError):
+            content = json.loads(Path(path).read_bytes())
+    return isinstance(content, dict) and text_key not in content
 
 
 def _head(path: str) -> bytes:
@@ -231,12 +246,12 @@ def _content(path: str) -> str:
     return "object" if is_object else "text"
 
 
-def _path_files(given: str, split: str) -> tuple[CorpusFile, ...]:
+def _path_files(given: str, split: str, text_key: str) -> tuple[CorpusFile, ...]:
     if not given:
         raise ValueError("--input '' names nothing; give files or folders, . for the current one")
     path = Path(given)
     if path.is_file():
-        return _readable(given, _files(path.parent, [path.name]))
+        return _readable(given, _files(path.parent, [path.name]), text_key)
     if not path.is_dir():
         raise ValueError(f"--input {given!r} is not there; give files, or a folder of them")
     if (path / "dataset_dict.json").is_file():
@@ -246,7 +261,7 @@ def _path_files(given: str, split: str) -> tuple[CorpusFile, ...]:
         path = path / split
     if (path / "state.json").is_file() and (path / "dataset_info.json").is_file():
         return _files(path, _saved(path / "state.json", lambda state: [x["filename"] for x in state["_data_files"]]))
-    return (*_readable(given, folder_files(path)), *_hidden_files(path))
+    return (*_readable(given, folder_files(path), text_key), *_hidden_files(path))
 
 
 def _saved(path: Path, names: Callable[[Any], list[str]]) -> list[str]:

@@ -93,4 +93,4 @@ def _parse(content: bytes, text_key: str) -> Record:
     if text_key not in value:
         keys = ", ".join(sorted(value)[:_MOST_KEYS]) or "none"
         return BadRecord(f"no key {text_key!r} (keys: {keys}; --text-key names another)")
-    return checked(value[text_key], f"the value of {text_key!r}")
+    return "" if value[text_key] is None else checked(value[text_key], f"the value of {text_key!r}")

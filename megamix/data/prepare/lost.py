@@ -66,7 +66,7 @@ def check_losses(
         return
     fix = "correct them, or give a higher limit"
     if any(line["reason"].startswith(NOT_UTF8) for line in lines):
-        fix = f"re-encode such files as UTF-8, for example by iconv -f latin1 -t utf-8 IN > OUT; {fix}"
+        fix = f"re-encode such files (iconv -f latin1 -t utf-8 IN > OUT; -f utf-16 if byte 0 is 0xff); {fix}"
     if side_file:
         write_lines(side_file, lines)
         fix = f"those found so far lie in {side_file}; {fix}: what is encoded is kept"

@@ -119,7 +119,7 @@ def _plan_file(file: CorpusFile, text_key: str, piece_bytes: int) -> tuple[Plann
     """Return the file as it is now, and the stretches in which it is read."""
     path, before = file.path, os.stat(file.path)
     num_bytes = before.st_size
-    fault, pointed_bytes = fault_of(path, file.kind)
+    fault, pointed_bytes = (file.passed_over, 0) if file.passed_over else fault_of(path, file.kind)
     reader = _READERS.get(file.kind) or partial(read_registered, READERS.registered[file.kind])
     if file.kind == "jsonl" and not fault and not is_named(path, COMPRESSIONS):
         sha256, stretches = _cut_lines(path, piece_bytes)

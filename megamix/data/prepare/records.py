@@ -18,7 +18,8 @@ class BadRecord(NamedTuple):
     num_bytes: int | None = None  # bytes of the record; None: the file cannot be read from here on, and counts whole
 
 
-Record: TypeAlias = str | BadRecord | None  # a document's text, or what is in its place; None: white space
+# A document's text, empty for a null, or what is in its place; None: white space between records.
+Record: TypeAlias = str | BadRecord | None
 Records: TypeAlias = Iterator[Record]
 
 
@@ -64,7 +65,7 @@ def not_utf8(error: UnicodeDecodeError) -> str:
 
 
 # Names of types as the files have them, not Python's.
-_TYPES = {type(None): "null", bool: "true or false", list: "a list", dict: "an object"}
+_TYPES = {bool: "true or false", list: "a list", dict: "an object"}
 
 
 def read_text(path: str, text_key: str, stretch: Stretch) -> Records:

@@ -51,7 +51,7 @@ def split_of(files: Sequence[PlannedFile], valid_fraction: float) -> Split:
     together. A few hundred drawn without strata are easily of one kind: a third of the standard library's validation
     was tables of character sets, a sixth of its text, and validation ended .37 nats below training.
     """
-    longest = valid_fraction * sum(file.num_bytes for file in files) / 2
+    longest = valid_fraction * sum(planned.num_bytes for planned in files if not planned.file.passed_over) / 2
     strata: dict[tuple[str, int], list[str]] = defaultdict(list)  # by folder, and by length within a factor of two
     for planned in files:
         if planned.file.drawn_by_name and 0 < planned.num_bytes <= longest:

@@ -45,7 +45,7 @@ def read_table(columns: Columns, path: str, text_key: str, stretch: Stretch) -> 
     try:
         for column in columns(pyarrow, path, stretch, text_key):
             for content in column.cast(pyarrow.large_binary()).to_pylist():
-                yield BadRecord("null, not a string", 0) if content is None else decoded(content)
+                yield "" if content is None else decoded(content)
     except (pyarrow.ArrowException, OSError) as error:
         yield BadRecord(f"no table that can be read: {error}")
 

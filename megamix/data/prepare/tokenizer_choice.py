@@ -57,7 +57,7 @@ class TokenizerChoice:
             for flag, token in (("--end-token", self.end_token), ("--begin-token", self.begin_token)):
                 if token is not None:
                     raise ValueError(
-                        f"{flag} {token!r} is for the file of a tokenizer; with --tokenizer {self.what} a document "
+                        f"{flag} {token} is for the file of a tokenizer; with --tokenizer {self.what} a document "
                         f"only ends, with {END_OF_TEXT}: leave it out"
                     )
         else:
