@@ -169,8 +169,8 @@ def data_warnings(config: Config, world_size: int) -> Iterator[str]:
         # The manifest has the checksums of its tokenizer's file and of the file that the tokenizer was made from.
         is_other = own is not None and file_fingerprint(Path(own)) not in manifest
         if is_other or (own is not None and [*open_tokenizer(Path(own)).begin] != begin):
-            why = "is not the one" if is_other else "begins a text otherwise than the one"
-            yield f"data.tokenizer: {own} {why} that {field} was prepared with; write the one in {folder}"
+            why = "is not the one that" if is_other else "begins a text otherwise than"
+            yield f"data.tokenizer: {own} {why} {field} was prepared with; write the one in {folder}, or prepare again"
 
 
 def _lists(config: Config) -> Iterator[tuple[str, Sources]]:

@@ -87,9 +87,9 @@ def commit(begun: Path, manifest: Manifest, written: Sequence[dict[str, str | in
     return name
 
 
-def remove_old(folder: Path, keep: int, saved: Path, files: Files, stays: Stays = lambda path: False) -> None:
+def remove_old(folder: Path, keep: int, saved: Path | None, files: Files, stays: Stays = lambda path: False) -> None:
     """Remove all checkpoints but the `keep` newest, `saved` and those that stay. A failure loses nothing, so it is only
-    logged. One rank calls it, after a save and before the next one. The disk may take long to free the files, so it
+    logged. One rank calls it, between two saves. The disk may take long to free the files, so it
     runs beside other work.
     """
     try:
@@ -165,8 +165,9 @@ class Saver:
         """Write the snapshot, and return the checkpoint's path; None if the save failed."""
         try:
             self._copy.wait()
-            if self.folder.is_dir() and snapshot.largest_size > self._files.free_space(self.folder):
-                self._remove_old(self.folder)  # those that an earlier, larger `keep` has left
+            leads = self._all_or_none.rank == 0 and self.folder.is_dir()
+            if leads and snapshot.largest_size > self._files.free_space(self.folder):  # an earlier keep was larger
+                remove_old(self.folder, self._keep, None, self._files, self._stays)
             path = save(self.folder, snapshot, self._all_or_none, self._files)
         except Exception as error:  # otherwise the error would end in this thread, unseen
             self._failed(error)

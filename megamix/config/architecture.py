@@ -109,7 +109,7 @@ class TransformersConfig(FamilyConfig):
     """Values that backward recomputes instead of keeping them: none, or whole blocks, { full = 12 } those of the first
     12 layers, { full = 0.5 } of half. The gradients are the same."""
     compile: bool = False
-    """Whether each block runs through torch.compile."""
+    """Whether each block runs through torch.compile, which needs a C++ compiler on a CPU."""
 
     @model_validator(mode="before")
     @classmethod

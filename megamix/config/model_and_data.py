@@ -177,7 +177,7 @@ class DecoderConfig(FamilyConfig):
     """Values that backward recomputes instead of keeping them: none, the outputs of norms and activation function, or
     whole blocks, { full = 12 } those of the first 12 layers, { full = 0.5 } of half. The gradients are the same."""
     compile: bool = False
-    """Whether each block runs through torch.compile."""
+    """Whether each block runs through torch.compile, which needs a C++ compiler on a CPU."""
 
 
 class ModelConfig(DecoderConfig):

@@ -117,7 +117,7 @@ def _to_folder(config: Config, home: Path, stays: Stays, tell: Callable[[str], N
                 write_text(home / CONFIG, config_to_toml(config))
                 keep = config.checkpoint.copy_keep or sys.maxsize
                 drop = partial(remove_old, home / CHECKPOINTS, keep, files=files, stays=stays)
-                drop(home)  # those that an earlier, larger copy_keep has left
+                drop(None)  # those that an earlier, larger copy_keep has left
                 drop(copied := copy_checkpoint(path, home / CHECKPOINTS, files))
         except ConfigError as error:  # another job holds the folder
             raise OSError(error.problems[0]) from None

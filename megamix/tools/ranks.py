@@ -157,9 +157,10 @@ class RankPool:
             if not ready:
                 kind_of_failure = RankFailure if failures else LateRanks
                 failures |= dict.fromkeys(silent, "did not answer in time" + " (its stack is on stderr)" * self._stacks)
-                for rank in silent if self._stacks else ():
-                    os.kill(self._processes[rank].pid, signal.SIGUSR2)  # type: ignore[arg-type]  # it has started
-                time.sleep(0.2)  # a signal handler writes the stacks, which takes a moment
+                if self._stacks:
+                    for rank in silent:
+                        os.kill(self._processes[rank].pid, signal.SIGUSR2)  # type: ignore[arg-type]  # it has started
+                    time.sleep(0.2)  # a signal handler writes the stacks, which takes a moment
             for rank in [rank for rank in silent if self._pipes[rank] in ready]:
                 try:
                     kind, value, other_groups = pickle.loads(self._pipes[rank].recv_bytes())

@@ -41,14 +41,14 @@ def run_train(arguments: argparse.Namespace) -> None:
     _set_torch_environment(config)
     if too_much := memory_problem(config):
         raise ConfigError([too_much], "job")
+    if (no_compiler := compiler_problem(config)) and not has_gpu():
+        raise ConfigError([no_compiler], "job")
     if too_little := disk_problem(config):
         say_on_first_rank(f"note: {too_little}")
     with many_imports():
         say_phase("loading torch")
         from megamix.train.job import run_job
 
-        if (no_compiler := compiler_problem(config)) and not has_gpu():
-            raise ConfigError([no_compiler], "job")
         if config.optimizer.compile:
             load_compiler(config)
     if not has_gpu():

@@ -224,6 +224,13 @@ def test_of_odd_files_every_text_is_in_and_every_loss_is_told(odd, tmp_path, cap
     assert line.endswith("name them .jsonl to have their records read: z_objects.txt")
 
 
+def test_no_file_loses_more_than_its_bytes_and_what_is_allowed_is_kept(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(records("kept", None))
+    (tmp_path / "b.jsonl.gz").write_bytes(packed := gzip.compress(b'{"x": "long"}\n' * 99))  # 14 times smaller
+    lost = prepared([tmp_path], tmp_path / "out", allow_lost=100)[0].manifest["lost"]
+    assert lost["num_bytes"] == len(packed)
+
+
 def test_too_much_that_headers_tell_is_refused_before_any_work(odd, tmp_path):
     told = r"more than --allow-lost 1, cannot be read: .*3 files \(268,447,456 bytes\), the first: .*`git lfs pull`"
     with pytest.raises(ValueError, match=told):

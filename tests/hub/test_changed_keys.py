@@ -31,6 +31,7 @@ def test_a_changed_key_gives_transformers_logits_or_is_refused(family, number, t
     chosen = cases if FULL else random.Random(family).sample([*cases], 4)
     verdicts = {what: verdict(tmp_path / "hf", cases[what], tokens, exports=FULL) for what in chosen}
     assert {what: found for what, found in verdicts.items() if found[0] == "wrong"} == {}
+    assert verdict(tmp_path / "hf", written, tokens)[0] == "equal"
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from pathlib import Path
 from megamix.data.prepare.compressed import DAMAGE, open_plain
 from megamix.data.prepare.tables import table_fault
 from megamix.git_lfs import pointed_bytes
-from megamix.plugins import FILE_KINDS
+from megamix.plugins import FILE_KINDS, READERS
 
 _UNREAD = (".bz2", ".xz", ".lz4")
 
@@ -16,6 +16,8 @@ def fault_of(path: str, kind: str) -> tuple[str, int]:
     """
     if (size := pointed_bytes(Path(path))) is not None:
         return "a Git LFS pointer in place of the file; run `git lfs pull` in its folder", size
+    if kind in READERS.registered:
+        return "", 0
     if kind in ("parquet", "arrow"):
         return table_fault(path, kind), 0
     if path.lower().endswith(_UNREAD) and Path(path).stem.lower().endswith((*FILE_KINDS, ".txt")):

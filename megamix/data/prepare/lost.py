@@ -2,7 +2,8 @@
 
 import json
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +28,16 @@ def line_of(planned: PlannedFile, number: int, record: BadRecord) -> Line:
     return {"path": planned.file.path, **place, "reason": record.reason, "num_bytes": num_bytes, "whole_file": whole}
 
 
-def count_losses(lines: Sequence[Line], total: int) -> dict[str, float]:
-    """Return the number of lost files, lost bytes, and their share of `total` in percent."""
-    lines = _counted_once(lines)
-    num_bytes = _num_bytes(lines)
+def count_losses(lines: Sequence[Line], sizes: Mapping[str, int]) -> dict[str, float]:
+    """Return the number of lost files, lost bytes, and their share in percent. `sizes`: bytes of each file. No file
+    loses more: records of a compressed one count uncompressed.
+    """
+    lines, lost = _counted_once(lines), Counter[str]()
+    for line in lines:
+        lost[line["path"]] += line["num_bytes"]
+    num_bytes = sum(min(size, sizes[path]) for path, size in lost.items())
     num_files = sum(line["whole_file"] for line in lines)
-    return {"num_files": num_files, "num_bytes": num_bytes, "percent": 100 * num_bytes / max(total, 1)}
+    return {"num_files": num_files, "num_bytes": num_bytes, "percent": 100 * num_bytes / max(sum(sizes.values()), 1)}
 
 
 def told_losses(lines: Sequence[Line]) -> str:
@@ -47,18 +52,22 @@ def told_losses(lines: Sequence[Line]) -> str:
         number = counted(len(group), "file" if first["whole_file"] else "bad record")
         told.append(f"{number} ({_num_bytes(group):,} bytes), the first: {first['path']}{place}: {first['reason']}")
     if len(told) > _REASONS:
-        told[_REASONS:] = [f"{len(told) - _REASONS} more kinds of reasons"]
+        told[_REASONS:] = [f"other reasons: {len(told) - _REASONS}"]
     return "; ".join(told)
 
 
 def check_losses(
-    lines: Sequence[Line], total: int, max_bad_records: int, allow_lost: float, side_file: Path | None = None
+    lines: Sequence[Line],
+    sizes: Mapping[str, int],
+    max_bad_records: int,
+    allow_lost: float,
+    side_file: Path | None = None,
 ) -> None:
     """Refuse to leave out more than is allowed. `side_file`: lists all that was found.
 
     Raises: ValueError naming both limits where both are passed.
     """
-    percent = count_losses(lines, total)["percent"]
+    percent = count_losses(lines, sizes)["percent"]
     passed = [f"{percent:.2f} % of the bytes, more than --allow-lost {allow_lost:g},"] if percent > allow_lost else []
     if len(lines) > max_bad_records:
         passed.append(f"more than --max-bad-records {max_bad_records} bad records or files")

@@ -69,8 +69,8 @@ class Plan(NamedTuple):
         return sum(file.num_bytes for file in self.files)
 
     @property
-    def full_bytes(self) -> int:
-        return sum(file.full_bytes for file in self.files)
+    def sizes(self) -> dict[str, int]:
+        return {file.file.path: file.full_bytes for file in self.files}
 
     def num_workers(self, wanted: int) -> int:
         """Return how many workers may read at once: the largest windows that they may meet must fit in half of this

@@ -31,7 +31,7 @@ from megamix.progress import ProgressLine
 
 log = logging.getLogger("megamix")
 
-_FORMAT = 3
+_FORMAT = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +121,7 @@ def prepare_corpus(
     if output_dir.exists() and (not output_dir.is_dir() or any(output_dir.iterdir())):
         return Prepared(output_dir=output_dir, reused=True, manifest=_finished_manifest(output_dir, manifest))
     faults = [line_of(file, 1, BadRecord(file.fault)) for file in plan.files if file.fault]
-    check_losses(faults, plan.full_bytes, request.max_bad_records, request.allow_lost)
+    check_losses(faults, plan.sizes, request.max_bad_records, request.allow_lost)
     with _work_folder(unfinished, {"piece_bytes": request.piece_bytes, **manifest}):
         # The commit is a rename, which the system refuses if the output has been filled meanwhile.
         with folder_aside(output_dir, inside=unfinished) as result:
@@ -212,7 +212,7 @@ def _write(
         "parts": counts,
         "num_empty": num_empty,
         "num_bad_records": len(bad_records),
-        "lost": count_losses(bad_records, plan.full_bytes),
+        "lost": count_losses(bad_records, plan.sizes),
         "outputs": {
             str(file.relative_to(result)): {"num_bytes": file.stat().st_size, "sha256": file_sha256(file)}
             for file in sorted(result.rglob("*"))
@@ -237,7 +237,7 @@ def _encode(
     def check() -> None:
         lines = [line for number in sorted(reports) for line in reports[number].left_out]
         side_file = job.folder.parent / BAD_RECORDS_NAME
-        check_losses(lines, plan.full_bytes, request.max_bad_records, request.allow_lost, side_file)
+        check_losses(lines, plan.sizes, request.max_bad_records, request.allow_lost, side_file)
 
     check()
     for number, report in encode_pieces(job, missing, num_workers):

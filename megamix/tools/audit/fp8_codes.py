@@ -35,9 +35,10 @@ def codes_told(facts: Facts) -> Iterator[None]:
         within.append(one := facts.get(weight_of(ctx, *args)))
         if one:
             one.dtypes["compute"] = FP8
-        out = method(ctx, *args)
-        within.pop()
-        return out
+        try:
+            return method(ctx, *args)
+        finally:
+            within.pop()
 
     forward = staticmethod(partial(inside, FP8Linear.forward, lambda ctx, x, values, factors, weight, *_: weight))
     backward = staticmethod(partial(inside, FP8Linear.backward, lambda ctx, grad: ctx.saved_tensors[2]))

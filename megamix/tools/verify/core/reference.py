@@ -154,6 +154,8 @@ def moved(batch: Any, to: torch.device | torch.dtype = CPU) -> Any:
     def move(leaf: Any) -> Any:
         if isinstance(leaf, Mapping):  # of a class that tree_map does not know
             return moved(dict(leaf), to)
+        if isinstance(leaf, tuple | list):
+            return moved([*leaf], to)
         moves = isinstance(leaf, Tensor) and (isinstance(to, torch.device) or leaf.is_floating_point())
         return leaf.to(to) if moves else leaf
 

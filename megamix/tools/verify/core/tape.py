@@ -77,3 +77,5 @@ def tensors_in(values: Any) -> Iterator[Tensor]:
             yield leaf
         elif isinstance(leaf, Mapping):  # of a class that tree_leaves does not know
             yield from tensors_in(dict(leaf))
+        elif isinstance(leaf, tuple | list):
+            yield from tensors_in([*leaf])

@@ -31,10 +31,10 @@ class RightUpdate:
     weight_decay: float
     update: int  # number of the update
     attempts: int  # updates and skipped steps so far, with this one
-    lrs: Mapping[str, float] = field(default_factory=dict)  # other learning rates, by their owners
+    lrs: Mapping[str, float] = field(default_factory=dict)  # learning rates, by their owners
     decays: Mapping[str, float] = field(default_factory=dict)
     rules: Mapping[str, Rule] = field(default_factory=dict)  # wrong rules, by what is wrong with them
-    peers: Mapping[str, Tensors] = field(default_factory=dict)  # other parameters' states, of the same shapes
+    peers: Mapping[str, Tensors] = field(default_factory=dict)  # parameters' states, of the same shapes
     past: Sequence[Tensor] = ()  # weights before earlier steps
     coefficient: float = 1.0  # clip coefficient in the gradient
     loss_scale: float = 1.0
