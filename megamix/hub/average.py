@@ -8,8 +8,8 @@ from torch import Tensor
 
 from megamix.checkpoint.boxes import Box
 from megamix.checkpoint.folder import CHECKPOINTS, new_folder
-from megamix.hub.convert import FILE_SIZE, write_checkpoint
-from megamix.hub.source import Source, WatchedWeights, Weights
+from megamix.hub.convert import write_checkpoint
+from megamix.hub.source import Source, Weights
 from megamix.progress import ProgressLine
 from megamix.run.resume_rules import meaning_of_model
 
@@ -49,10 +49,9 @@ def average(sources: Sequence[Source], output: Path, progress: ProgressLine) -> 
         if names := [name for name in {**one, **other} if one.get(name) != other.get(name)]:
             differing = "; ".join(f"model.{name}: {one.get(name)} and {other.get(name)}" for name in names)
             raise ValueError(f"{first.path} and {source.path} are of different models: {differing}")
-    watched = WatchedWeights(MeanWeights([source.weights for source in sources]))
+    mean = MeanWeights([source.weights for source in sources])
     with new_folder(output, "--output") as aside:
         name = write_checkpoint(
-            aside / CHECKPOINTS, first.config, watched, first.text or "", FILE_SIZE, progress, first.buffers
+            aside / CHECKPOINTS, first.config, mean, first.text or "", progress, buffers=first.buffers
         )
-        watched.judge(allow=False)
     return str(output / CHECKPOINTS / name)

@@ -41,8 +41,7 @@ def run_import(arguments: argparse.Namespace) -> Iterator[str]:
 
 def export_arguments(parser: Parser) -> None:
     parser.example = "megamix export runs/mine --to hf hf/mine --dtype bf16"
-    parser.add_argument("path", metavar="CHECKPOINT", type=Path, help=_MODEL)
-    _add_average(parser)
+    _add_model(parser, "CHECKPOINT")
     parser.add_argument("--to", choices=["hf"], required=True, help="hf: config.json, safetensors and tokenizer")
     parser.add_argument("output", metavar="DIR", type=Path, help="must not be there yet")
     parser.add_argument("--dtype", choices=_DTYPES, default="fp32", help="of the weights (fp32)")
@@ -54,12 +53,9 @@ def export_arguments(parser: Parser) -> None:
 def run_export(arguments: argparse.Namespace) -> Iterator[str]:
     if not 0 < arguments.shard_gb < math.inf:
         raise ValueError(f"--shard-gb {arguments.shard_gb} must be positive and finite; write --shard-gb 5")
-    find_model(arguments.path)
-    arguments.progress.begin("loading torch")
+    source = _open(arguments)
     from megamix.hub.convert import export_model
-    from megamix.hub.source import open_source
 
-    source = open_source(arguments.path, average=arguments.average)
     shard_size = int(arguments.shard_gb * 1e9)
     size = export_model(source, arguments.output, arguments.dtype, shard_size, arguments.tokenizer, arguments.progress)
     yield f"{arguments.output}: {source.path} in {arguments.dtype}, {size / 1e6:,.1f} MB"
@@ -67,8 +63,7 @@ def run_export(arguments: argparse.Namespace) -> Iterator[str]:
 
 def generate_arguments(parser: Parser) -> None:
     parser.example = "megamix generate runs/mine --prompt 'def '"
-    parser.add_argument("path", metavar="MODEL", type=Path, help=_MODEL)
-    _add_average(parser)
+    _add_model(parser, "MODEL")
     parser.add_argument(
         "--prompt", metavar="TEXT", action="append", help="the text to continue; may be repeated (none)"
     )
@@ -111,8 +106,7 @@ def run_generate(arguments: argparse.Namespace) -> Iterator[str]:
 
 def evaluate_arguments(parser: Parser) -> None:
     parser.example = "megamix evaluate runs/mine --data runs/data/mine/valid"
-    parser.add_argument("path", metavar="MODEL", type=Path, help=_MODEL)
-    _add_average(parser)
+    _add_model(parser, "MODEL")
     parser.add_argument("--data", metavar="PREFIX", type=Path, help="PREFIX.bin and PREFIX.idx (the run's data.valid)")
     parser.add_argument("--seq-len", metavar="N", type=int, help="tokens in a window (the model's seq_len)")
     parser.add_argument("--stride", metavar="N", type=int, help="tokens from one window's start to the next (a window)")
@@ -130,14 +124,11 @@ def run_evaluate(arguments: argparse.Namespace) -> Iterator[str]:
             f"--max-tokens {arguments.max_tokens} must be at least 2, as the first token is not predicted; "
             "write --max-tokens 1000000"
         )
-    find_model(arguments.path)
-    arguments.progress.begin("loading torch")
+    source = _open(arguments)
     from megamix.builders.objects import DTYPES
     from megamix.comm.topology import local_device
     from megamix.hub.evaluate import evaluate
-    from megamix.hub.source import open_source
 
-    source = open_source(arguments.path, average=arguments.average)
     dtype = arguments.dtype or source.dtype
     if arguments.harness is not None:
         yield from _harness(arguments, source, dtype)
@@ -173,8 +164,17 @@ def _add_allow(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--allow-non-finite", action="store_true", help="take weights that are NaN or inf as they are")
 
 
-def _add_average(parser: argparse.ArgumentParser) -> None:
+def _add_model(parser: argparse.ArgumentParser, name: str) -> None:
+    parser.add_argument("path", metavar=name, type=Path, help=_MODEL)
     parser.add_argument("--average", action="store_true", help="the average of its weights ([training.average])")
+
+
+def _open(arguments: argparse.Namespace) -> Source:
+    find_model(arguments.path)  # fail early: the imports below load torch, which takes seconds
+    arguments.progress.begin("loading torch")
+    from megamix.hub.source import open_source
+
+    return open_source(arguments.path, average=arguments.average)
 
 
 def _within(flag: str, value: int | None, most: int, what: str) -> int:

@@ -51,7 +51,6 @@ FILE_SIZE = 1 << 30  # bytes of a file at most: ranks share the reading by files
 def import_model(
     folder: Path,
     output: Path,
-    file_size: int = FILE_SIZE,
     *,
     allow_non_finite: bool = False,
     progress: ProgressLine | None = None,
@@ -69,10 +68,9 @@ def import_model(
         config = tables_to_toml({"model": weights.config.model_dump()})
         if (tokenizer := tokenizer_in(aside)) is not None:
             config += f"\n[data]\ntokenizer = {value_text(str(output / tokenizer.name))}\n"
-        watched = WatchedWeights(weights)
-        progress = progress or ProgressLine()
-        name = write_checkpoint(aside / CHECKPOINTS, weights.config, watched, config, file_size, progress)
-        watched.judge(allow_non_finite)
+        name = write_checkpoint(
+            aside / CHECKPOINTS, weights.config, weights, config, progress or ProgressLine(), allow_non_finite
+        )
         checkpoint = str(output / CHECKPOINTS / name)
         write_text(aside / MODEL, f"{config}\n[checkpoint]\nresume = {value_text(checkpoint)}\n")
     return checkpoint
@@ -81,15 +79,18 @@ def import_model(
 def write_checkpoint(
     folder: Path,
     model: DecoderConfig,
-    weights: WatchedWeights,
+    weights: Weights,
     config: str,
-    file_size: int,
     progress: ProgressLine,
+    allow_non_finite: bool = False,
     buffers: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
 ) -> str:
     """Write a checkpoint of the weights, and commit it as a run's save is. Return its name. `buffers`: shapes of those
     that are written, too, in FP32.
+
+    Raises: ValueError if a weight is not finite and that is not allowed; OSError.
     """
+    watched = WatchedWeights(weights)
     shapes = {**family_of(model).shapes(model), **buffers}
     states = (UNTRAINED, OF_BUFFER) if buffers else (UNTRAINED,)
     progress.begin("writing the weights", total=sum(map(math.prod, shapes.values())))
@@ -106,16 +107,17 @@ def write_checkpoint(
     )  # fmt: skip
     files = Files()
     begun = folder / begin(folder, 0, Snapshot(manifest, []).largest_size, files)
-    most = file_size // 4  # elements of a file; a larger parameter is cut
+    most = FILE_SIZE // 4  # elements of a file; a larger parameter is cut
     parts = (
         StateBox(name, BUFFER if name in buffers else MASTER, box)
         for name, shape in shapes.items()
         for box in sub_boxes(Box.whole(shape), most)
     )
     written = [
-        write_rank(begun, number, _box_chunks(boxes, weights, progress), files)
+        write_rank(begun, number, _box_chunks(boxes, watched, progress), files)
         for number, boxes in enumerate(_filled(parts, lambda part: part.box.numel, most))
     ]
+    watched.judge(allow_non_finite)
     return commit(begun, manifest, written, files)
 
 

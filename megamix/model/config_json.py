@@ -17,7 +17,7 @@ from megamix.config import DecoderConfig, ModelConfig, RopeScaling, model_proble
 from megamix.model.formats import OTHERS, Format, Json, Keys, Location, first_problem, shown
 from megamix.model.sizes import attention_scale, effective, head_dim, rotary_dim, window
 
-_GELU = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
+_GELU = {"gelu_new": "gelu_tanh", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
 # The sizes of the section [model], each with its key in config.json.
 GPT2_SIZES = {
     "vocab_size": "vocab_size", "seq_len": "n_positions", "hidden_size": "n_embd", "num_layers": "n_layer",
@@ -34,60 +34,63 @@ _DEFAULTS: dict[str, Any] = {
     "tie_word_embeddings": False, "attention_bias": False, "attention_out_bias": False, "mlp_bias": False,
     "sliding_window": 4096, "embedding_multiplier": 1.0, "residual_multiplier": 1.0, "attention_multiplier": 1.0,
     "logits_scaling": 1.0, "attn_logit_softcapping": None, "final_logit_softcapping": None, "rope_theta": 10000.0,
+    "query_pre_attn_scalar": 256,
 }  # fmt: skip
 _GPT2 = {
-    "embedding": Location("transformer.wte"),
-    "position_embedding": Location("transformer.wpe"),
-    "blocks.attention_norm": Location("transformer.h.{}.ln_1"),
-    "blocks.attention.query": Location("transformer.h.{}.attn.c_attn", transposed=True),
-    "blocks.attention.key": Location("transformer.h.{}.attn.c_attn", transposed=True),
-    "blocks.attention.value": Location("transformer.h.{}.attn.c_attn", transposed=True),
-    "blocks.attention.out": Location("transformer.h.{}.attn.c_proj", transposed=True),
-    "blocks.feed_forward_norm": Location("transformer.h.{}.ln_2"),
-    "blocks.feed_forward.up": Location("transformer.h.{}.mlp.c_fc", transposed=True),
-    "blocks.feed_forward.down": Location("transformer.h.{}.mlp.c_proj", transposed=True),
-    "norm": Location("transformer.ln_f"),
-    "head": Location("lm_head"),
+    "embedding": "transformer.wte",
+    "position_embedding": "transformer.wpe",
+    "norm": "transformer.ln_f",
+    "head": "lm_head",
+}
+_GPT2_BLOCKS = {
+    "blocks.attention_norm": "transformer.h.{}.ln_1",
+    "blocks.attention.query": "transformer.h.{}.attn.c_attn",
+    "blocks.attention.key": "transformer.h.{}.attn.c_attn",
+    "blocks.attention.value": "transformer.h.{}.attn.c_attn",
+    "blocks.attention.out": "transformer.h.{}.attn.c_proj",
+    "blocks.feed_forward_norm": "transformer.h.{}.ln_2",
+    "blocks.feed_forward.up": "transformer.h.{}.mlp.c_fc",
+    "blocks.feed_forward.down": "transformer.h.{}.mlp.c_proj",
 }
 _LLAMA = {
-    "embedding": Location("model.embed_tokens"),
-    "blocks.attention_norm": Location("model.layers.{}.input_layernorm"),
-    "blocks.attention.query": Location("model.layers.{}.self_attn.q_proj"),
-    "blocks.attention.key": Location("model.layers.{}.self_attn.k_proj"),
-    "blocks.attention.value": Location("model.layers.{}.self_attn.v_proj"),
-    "blocks.attention.query_norm": Location("model.layers.{}.self_attn.q_norm"),
-    "blocks.attention.key_norm": Location("model.layers.{}.self_attn.k_norm"),
-    "blocks.attention.out": Location("model.layers.{}.self_attn.o_proj"),
-    "blocks.feed_forward_norm": Location("model.layers.{}.post_attention_layernorm"),
-    "blocks.feed_forward.gate": Location("model.layers.{}.mlp.gate_proj"),
-    "blocks.feed_forward.up": Location("model.layers.{}.mlp.up_proj"),
-    "blocks.feed_forward.down": Location("model.layers.{}.mlp.down_proj"),
-    "norm": Location("model.norm"),
-    "head": Location("lm_head"),
+    "embedding": "model.embed_tokens",
+    "blocks.attention_norm": "model.layers.{}.input_layernorm",
+    "blocks.attention.query": "model.layers.{}.self_attn.q_proj",
+    "blocks.attention.key": "model.layers.{}.self_attn.k_proj",
+    "blocks.attention.value": "model.layers.{}.self_attn.v_proj",
+    "blocks.attention.query_norm": "model.layers.{}.self_attn.q_norm",
+    "blocks.attention.key_norm": "model.layers.{}.self_attn.k_norm",
+    "blocks.attention.out": "model.layers.{}.self_attn.o_proj",
+    "blocks.feed_forward_norm": "model.layers.{}.post_attention_layernorm",
+    "blocks.feed_forward.gate": "model.layers.{}.mlp.gate_proj",
+    "blocks.feed_forward.up": "model.layers.{}.mlp.up_proj",
+    "blocks.feed_forward.down": "model.layers.{}.mlp.down_proj",
+    "norm": "model.norm",
+    "head": "lm_head",
 }
 _OLMO = _LLAMA | {
-    "blocks.attention_end_norm": Location("model.layers.{}.post_attention_layernorm"),
-    "blocks.feed_forward_end_norm": Location("model.layers.{}.post_feedforward_layernorm"),
+    "blocks.attention_end_norm": "model.layers.{}.post_attention_layernorm",
+    "blocks.feed_forward_end_norm": "model.layers.{}.post_feedforward_layernorm",
 }
-_GEMMA = _OLMO | {"blocks.feed_forward_norm": Location("model.layers.{}.pre_feedforward_layernorm")}
+_GEMMA = _OLMO | {"blocks.feed_forward_norm": "model.layers.{}.pre_feedforward_layernorm"}
 _PHI3 = _LLAMA | {
-    "blocks.attention.query": Location("model.layers.{}.self_attn.qkv_proj"),
-    "blocks.attention.key": Location("model.layers.{}.self_attn.qkv_proj"),
-    "blocks.attention.value": Location("model.layers.{}.self_attn.qkv_proj"),
-    "blocks.feed_forward.gate": Location("model.layers.{}.mlp.gate_up_proj"),
-    "blocks.feed_forward.up": Location("model.layers.{}.mlp.gate_up_proj"),
+    "blocks.attention.query": "model.layers.{}.self_attn.qkv_proj",
+    "blocks.attention.key": "model.layers.{}.self_attn.qkv_proj",
+    "blocks.attention.value": "model.layers.{}.self_attn.qkv_proj",
+    "blocks.feed_forward.gate": "model.layers.{}.mlp.gate_up_proj",
+    "blocks.feed_forward.up": "model.layers.{}.mlp.gate_up_proj",
 }
 _MIXTURE = _LLAMA | {
-    "blocks.feed_forward.router": Location("model.layers.{}.mlp.gate"),
-    "blocks.feed_forward.gate.*": Location("model.layers.{}.mlp.experts.{}.gate_proj"),
-    "blocks.feed_forward.up.*": Location("model.layers.{}.mlp.experts.{}.up_proj"),
-    "blocks.feed_forward.down.*": Location("model.layers.{}.mlp.experts.{}.down_proj"),
+    "blocks.feed_forward.router": "model.layers.{}.mlp.gate",
+    "blocks.feed_forward.gate.*": "model.layers.{}.mlp.experts.{}.gate_proj",
+    "blocks.feed_forward.up.*": "model.layers.{}.mlp.experts.{}.up_proj",
+    "blocks.feed_forward.down.*": "model.layers.{}.mlp.experts.{}.down_proj",
 }
 _MIXTRAL = _LLAMA | {
-    "blocks.feed_forward.router": Location("model.layers.{}.block_sparse_moe.gate"),
-    "blocks.feed_forward.gate.*": Location("model.layers.{}.block_sparse_moe.experts.{}.w1"),
-    "blocks.feed_forward.up.*": Location("model.layers.{}.block_sparse_moe.experts.{}.w3"),
-    "blocks.feed_forward.down.*": Location("model.layers.{}.block_sparse_moe.experts.{}.w2"),
+    "blocks.feed_forward.router": "model.layers.{}.block_sparse_moe.gate",
+    "blocks.feed_forward.gate.*": "model.layers.{}.block_sparse_moe.experts.{}.w1",
+    "blocks.feed_forward.up.*": "model.layers.{}.block_sparse_moe.experts.{}.w3",
+    "blocks.feed_forward.down.*": "model.layers.{}.block_sparse_moe.experts.{}.w2",
 }
 # Keys of each scaling of rotary positions under [model], and those that have another name in config.json.
 _ROPE_KEYS = {
@@ -99,18 +102,22 @@ _ORIGINAL = "original_max_position_embeddings"
 _ROPE_NAMES = {"original_seq_len": _ORIGINAL}
 
 
+def _places(names: Mapping[str, str], transposed: bool = False) -> dict[str, Location]:
+    return {ours: Location(theirs, transposed) for ours, theirs in names.items()}
+
+
 class GPT2Format(Format):
     def read(self, json: Json) -> ModelConfig:
         json = Keys(json, {"n_inner": None})
-        activation = json.get("activation_function", "gelu_new")
-        problems = _unlike(json, "scale_attn_weights", True, (True,))
-        problems += _unlike(json, "scale_attn_by_inverse_layer_idx", False, (False,))
-        problems += _unlike(json, "add_cross_attention", False, (False,))
-        problems += _unlike(json, "activation_function", "gelu_new", tuple(_GELU))
+        problems = _unlike(json, "scale_attn_weights", True)
+        problems += _unlike(json, "scale_attn_by_inverse_layer_idx", False)
+        problems += _unlike(json, "add_cross_attention", False)
+        problems += _unlike(json, "activation_function", *_GELU)
         _refuse(json, problems)
         return _possible(self.config_of(
             json, norm="layernorm", position="learned",
-            norm_eps=json.get("layer_norm_epsilon", 1e-5), activation=_GELU[activation], bias=True,
+            norm_eps=json.get("layer_norm_epsilon", 1e-5), bias=True,
+            activation=_GELU[json.get("activation_function", "gelu_new")],
         ))  # fmt: skip
 
     def write(self, config: ModelConfig) -> dict[str, Any]:
@@ -153,7 +160,7 @@ class _Windows(_Part):
     switch: bool = False
 
     def read(self, keys: Keys, given: dict[str, Any], problems: list[str]) -> None:
-        layers = _whole(keys, "num_hidden_layers", 1)
+        layers = _whole(keys, "num_hidden_layers")
         size, kinds = keys["sliding_window"], keys.get("layer_types")
         if self.switch and not keys.get("use_sliding_window"):
             size = None
@@ -168,8 +175,7 @@ class _Windows(_Part):
             slides = [kind == _KINDS[0] for kind in kinds]
         if not any(slides):
             return
-        if not _at_least(size, 1):
-            raise ValueError(f"sliding_window is {shown(size)}, and must be a positive whole number")
+        size = _whole({"sliding_window": size}, "sliding_window")
         windows = tuple(size if slide else 0 for slide in slides)
         period = next(n for n in range(1, layers + 1) if all(windows[at] == windows[at % n] for at in range(layers)))
         given["windows"] = windows[:period]
@@ -190,9 +196,9 @@ class _Unrotated(_Part):
     """Layers without rotary positions, as SmolLM3 has."""
 
     def read(self, keys: Keys, given: dict[str, Any], problems: list[str]) -> None:
-        layers, rotated = _whole(keys, "num_hidden_layers", 1), keys.get("no_rope_layers")
+        layers, rotated = _whole(keys, "num_hidden_layers"), keys.get("no_rope_layers")
         if rotated is None:
-            interval = _whole(keys, "no_rope_layer_interval", 1)
+            interval = _whole(keys, "no_rope_layer_interval")
             rotated = [int((layer + 1) % interval != 0) for layer in range(layers)]
         if not isinstance(rotated, list) or len(rotated) != layers:
             raise ValueError(f"no_rope_layers is {shown(rotated)}, and must be a list with an entry for each layer")
@@ -285,7 +291,7 @@ class _Experts(_Part):
     mixes: bool = False
 
     def read(self, keys: Keys, given: dict[str, Any], problems: list[str]) -> None:
-        problems += _unlike(keys, "decoder_sparse_step", 1, (1,)) + _unlike(keys, "clip_qkv", None, (None,))
+        problems += _unlike(keys, "decoder_sparse_step", 1) + _unlike(keys, "clip_qkv", None)
         dense: Any = (keys.get("mlp_only_layers") or []) if self.mixes else []
         if not isinstance(dense, list) or dense != [*range(len(dense))]:
             problems.append(f"mlp_only_layers is {shown(dense)}, megamix has layers without experts before all others")
@@ -314,14 +320,12 @@ class _GemmaFactors(_Part):
     """Gemma's activation, and its factors, which follow from sizes."""
 
     def read(self, keys: Keys, given: dict[str, Any], problems: list[str]) -> None:
-        problems += _unlike(keys, "hidden_activation", "gelu_pytorch_tanh", ("gelu_pytorch_tanh",))
+        problems += _unlike(keys, "hidden_activation", "gelu_pytorch_tanh")
         if "attention_softcap" not in given:
-            problems += _unlike(keys, "attn_logit_softcapping", None, (None,))  # transformers' Gemma 3 does not read it
+            problems += _unlike(keys, "attn_logit_softcapping", None)  # transformers' Gemma 3 does not read it
         if keys.get("use_bidirectional_attention"):
             problems.append("use_bidirectional_attention is set, attention in megamix is causal")
-        scalar: Any = keys.get("query_pre_attn_scalar", 256)
-        if not _at_least(scalar, 1):
-            raise ValueError(f"query_pre_attn_scalar is {shown(scalar)}, and must be a positive whole number")
+        scalar = _whole(keys, "query_pre_attn_scalar")
         given["embedding_scale"] = math.sqrt(keys["hidden_size"])
         given["attention_scale"] = None if scalar == keys["head_dim"] else scalar**-0.5
 
@@ -338,7 +342,7 @@ class RotaryFormat(Format):
     """
 
     base: str = "model."
-    places: Mapping[str, Location] = field(default_factory=lambda: _LLAMA)
+    places: Mapping[str, Location] = field(default_factory=lambda: _places(_LLAMA))
     size_keys: Mapping[str, str] = field(default_factory=lambda: ROTARY_SIZES)
     section: type[DecoderConfig] = ModelConfig
     block: Mapping[str, Any] = field(default_factory=dict)  # keys of [model] whose value is the family's
@@ -352,9 +356,9 @@ class RotaryFormat(Format):
         given = {**self.block, **{ours: keys[theirs] for ours, theirs in self.named.items()}}
         problems = list[str]()
         if self.block.get("activation") != "geglu":
-            problems += _unlike(keys, "hidden_act", "silu", ("silu", "swish"))
+            problems += _unlike(keys, "hidden_act", "silu", "swish")
         for key in ("attention_bias", "attention_out_bias", "mlp_bias"):
-            problems += _unlike(keys, key, False, (False, True))
+            problems += _unlike(keys, key, False, True)
         for part in (*self.parts, _Rope()):
             try:
                 part.read(keys, given, problems)
@@ -443,29 +447,26 @@ def _scaling(config: ModelConfig) -> dict[str, Any] | None:
     return {"rope_type": scaling.rule, **{key: value for key, value in values.items() if value is not None}}
 
 
-def _at_least(value: Any, other: Any) -> bool:
-    return isinstance(value, int) and isinstance(other, int) and value >= other
-
-
-def _whole(keys: Json, key: str, least: int) -> int:
-    """Return a number of layers in config.json. Raises: ValueError with the reason to refuse it."""
-    value: Any = keys.get(key)
-    if not _at_least(value, least):
+def _whole(keys: Json, key: str, least: int = 1) -> int:
+    """Return a whole number in config.json. Raises: ValueError with the reason to refuse it."""
+    value = keys.get(key)
+    if not isinstance(value, int) or value < least:
         raise ValueError(f"{key} is {shown(value)}, and must be a whole number of at least {least}")
-    return int(value)
+    return value
 
 
-def _unlike(json: Json, key: str, default: Any, allowed: tuple[Any, ...]) -> list[str]:
-    value = json.get(key, default)
-    is_ours = type(value) is type(default) and value in allowed  # 1 == True
+def _unlike(json: Json, key: str, *allowed: Any) -> list[str]:
+    """Return the reason to refuse a value of the key that is not allowed. The first allowed one is the default."""
+    value = json.get(key, allowed[0])
+    is_ours = type(value) is type(allowed[0]) and value in allowed  # 1 == True
     return [] if is_ours else [f"{key} is {shown(value)}, megamix has {' or '.join(map(shown, allowed))}"]
 
 
 def _refuse(json: Json, problems: list[str]) -> None:
     if json.get("per_layer_config"):
-        problems = [*problems, "per_layer_config is set, megamix has one setting for all layers"]
+        problems.append("per_layer_config is set, megamix has one setting for all layers")
     if json.get("quantization_config"):
-        problems = [*problems, "quantization_config: the weights are quantised, give a folder of plain weights"]
+        problems.append("quantization_config: the weights are quantised, give a folder of plain weights")
     if problems:
         raise ValueError(f"config.json: not supported by megamix.model.transformer:  {'; '.join(problems)}; {OTHERS}")
 
@@ -478,25 +479,29 @@ def _first_set(*values: Any) -> Any:
 _BIAS = {"bias": "attention_bias"}
 _BIASES = _BIAS | {"mlp_bias": "mlp_bias"}
 _CAPS = {"attention_softcap": "attn_logit_softcapping", "logit_softcap": "final_logit_softcapping"}
-_OLMO_BLOCK = {"norm_place": "after", "qk_norm": True, "qk_norm_over": "all", "mlp_bias": False}
+_QK_BLOCK = {"qk_norm": True, "mlp_bias": False}
+_OLMO_BLOCK = _QK_BLOCK | {"norm_place": "after", "qk_norm_over": "all"}
 _GEMMA_BLOCK = {"norm": "rmsnorm_1p", "activation": "geglu", "norm_place": "both", "mlp_bias": False}
 _MISTRAL = {"max_position_embeddings": 131072, "num_key_value_heads": 8}
 _QWEN = {"max_position_embeddings": 32768, "max_window_layers": 28}
 _QWEN_WINDOWS = _Windows(lambda keys, given, layer: layer >= _whole(keys, "max_window_layers", 0), switch=True)
 _SMOL_WINDOWS = _Windows(lambda keys, given, layer: layer in given.get("unrotated_layers", ()), switch=True)
-_GEMMA3_WINDOWS = _Windows(lambda keys, given, layer: (layer + 1) % _whole(keys, "sliding_window_pattern", 1) != 0)
+_GEMMA3_WINDOWS = _Windows(lambda keys, given, layer: (layer + 1) % _whole(keys, "sliding_window_pattern") != 0)
 FORMATS: tuple[Format, ...] = (
-    GPT2Format("gpt2", "GPT2LMHeadModel", "transformer.", _GPT2, GPT2_SIZES, ModelConfig),
+    GPT2Format(
+        "gpt2", "GPT2LMHeadModel", "transformer.", _places(_GPT2) | _places(_GPT2_BLOCKS, transposed=True), GPT2_SIZES,
+        ModelConfig,
+    ),
     RotaryFormat("llama", "LlamaForCausalLM", named=_BIASES),
     RotaryFormat("mistral", "MistralForCausalLM", parts=(_Windows(by_layer=False),), defaults=_MISTRAL),
     RotaryFormat("ministral", "MinistralForCausalLM", parts=(_Windows(),), defaults=_MISTRAL),
     RotaryFormat("qwen2", "Qwen2ForCausalLM", block={"qkv_bias": True}, parts=(_QWEN_WINDOWS,), defaults=_QWEN),
     RotaryFormat(
-        "qwen3", "Qwen3ForCausalLM", block={"qk_norm": True, "mlp_bias": False}, named=_BIAS, parts=(_QWEN_WINDOWS,),
+        "qwen3", "Qwen3ForCausalLM", block=_QK_BLOCK, named=_BIAS, parts=(_QWEN_WINDOWS,),
         defaults=_QWEN | {"head_dim": 128},
     ),
     RotaryFormat(
-        "qwen3_moe", "Qwen3MoeForCausalLM", places=_MIXTURE, block={"qk_norm": True, "mlp_bias": False}, named=_BIAS,
+        "qwen3_moe", "Qwen3MoeForCausalLM", places=_places(_MIXTURE), block=_QK_BLOCK, named=_BIAS,
         parts=(_Experts("moe_intermediate_size", "norm_topk_prob", mixes=True), _Windows(by_layer=False, switch=True)),
         defaults=_QWEN | {
             "num_key_value_heads": 4, "num_local_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": False,
@@ -504,15 +509,15 @@ FORMATS: tuple[Format, ...] = (
         },
     ),
     RotaryFormat(
-        "mixtral", "MixtralForCausalLM", places=_MIXTRAL, parts=(_Experts(), _Windows(by_layer=False)),
+        "mixtral", "MixtralForCausalLM", places=_places(_MIXTRAL), parts=(_Experts(), _Windows(by_layer=False)),
         defaults=_MISTRAL | {
             "rms_norm_eps": 1e-5, "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None,
             "rope_theta": 1000000.0,
         },
     ),
     RotaryFormat(
-        "olmoe", "OlmoeForCausalLM", places=_MIXTURE,
-        block={"qk_norm": True, "qk_norm_over": "all", "mlp_bias": False}, named=_BIAS,
+        "olmoe", "OlmoeForCausalLM", places=_places(_MIXTURE),
+        block=_QK_BLOCK | {"qk_norm_over": "all"}, named=_BIAS,
         parts=(_Experts(normalize="norm_topk_prob"),),
         defaults={
             "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "num_local_experts": 64, "num_experts_per_tok": 8,
@@ -537,20 +542,21 @@ FORMATS: tuple[Format, ...] = (
         defaults=_MISTRAL | {"max_position_embeddings": 524288, "head_dim": 128, "attention_bias": True},
     ),
     RotaryFormat(
-        "olmo2", "Olmo2ForCausalLM", places=_OLMO, block=_OLMO_BLOCK, named=_BIAS, defaults={"rms_norm_eps": 1e-5},
+        "olmo2", "Olmo2ForCausalLM", places=_places(_OLMO), block=_OLMO_BLOCK, named=_BIAS,
+        defaults={"rms_norm_eps": 1e-5},
     ),
     RotaryFormat(
-        "olmo3", "Olmo3ForCausalLM", places=_OLMO, block=_OLMO_BLOCK, named=_BIAS,
+        "olmo3", "Olmo3ForCausalLM", places=_places(_OLMO), block=_OLMO_BLOCK, named=_BIAS,
         parts=(_Windows(lambda keys, given, layer: (layer + 1) % 4 != 0), _TwoRopes()),
         defaults={"rms_norm_eps": 1e-5, "rope_theta": 500000.0, "rope_local_base_freq": 500000.0},
     ),
     RotaryFormat(
-        "phi3", "Phi3ForCausalLM", places=_PHI3,
+        "phi3", "Phi3ForCausalLM", places=_places(_PHI3),
         parts=(_Windows(by_layer=False), _PartlyRotated()),
         defaults={"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "sliding_window": None},
     ),
     RotaryFormat(
-        "gemma2", "Gemma2ForCausalLM", places=_GEMMA, block=_GEMMA_BLOCK, named=_BIAS | _CAPS,
+        "gemma2", "Gemma2ForCausalLM", places=_places(_GEMMA), block=_GEMMA_BLOCK, named=_BIAS | _CAPS,
         parts=(_GemmaFactors(), _Windows(lambda keys, given, layer: (layer + 1) % 2 != 0)),
         defaults={
             "max_position_embeddings": 8192, "num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True,
@@ -558,7 +564,7 @@ FORMATS: tuple[Format, ...] = (
         },
     ),
     RotaryFormat(
-        "gemma3_text", "Gemma3ForCausalLM", places=_GEMMA, block=_GEMMA_BLOCK | {"qk_norm": True},
+        "gemma3_text", "Gemma3ForCausalLM", places=_places(_GEMMA), block=_GEMMA_BLOCK | {"qk_norm": True},
         named=_BIAS | {"logit_softcap": "final_logit_softcapping"},
         parts=(_GemmaFactors(), _GEMMA3_WINDOWS, _TwoRopes()),
         defaults={

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from megamix.checkpoint.verify import read_checkpoint
 from megamix.cli import main
+from megamix.hub import convert
 from megamix.hub.convert import export_model, import_model
 from megamix.hub.source import open_source
 from megamix.model.generation import generate
@@ -75,10 +76,11 @@ def _greedy(model, tokens, count):
         for number, shape in enumerate(shapes(family, COUNT))
     ],
 )
-def test_a_model_of_transformers_imports_trains_and_exports(family, number, shape, data, tmp_path):
+def test_a_model_of_transformers_imports_trains_and_exports(family, number, shape, data, tmp_path, monkeypatch):
     theirs = random_model(family, shape)
     theirs.save_pretrained(tmp_path / "hf", max_shard_size="8KB")
-    imported = Path(import_model(tmp_path / "hf", tmp_path / "in", file_size=3000))
+    monkeypatch.setattr(convert, "FILE_SIZE", 3000)
+    imported = Path(import_model(tmp_path / "hf", tmp_path / "in"))
     assert len(read_checkpoint(imported).manifest.files) > 1
     ours = _opened(tmp_path / "in")
     _assert_alike(ours, theirs, number)

@@ -15,6 +15,7 @@ from megamix.checkpoint.folder import Files
 from megamix.checkpoint.verify import read_checkpoint
 from megamix.cli import main
 from megamix.config import ConfigError, TransformersConfig, load_config
+from megamix.hub import convert
 from megamix.hub.convert import import_model
 from megamix.hub.hugging_face import HuggingFaceWeights
 from megamix.hub.source import CheckpointWeights, open_source
@@ -60,7 +61,8 @@ def test_shards_and_pieces_of_any_size_hold_the_same_weights(config, tmp_path, m
     read, sizes = HuggingFaceWeights.read, []
     monkeypatch.setattr(HuggingFaceWeights, "read", lambda *given: sizes.append(given[2].numel) or read(*given))
     monkeypatch.setattr(boxes, "_LARGEST_SUB_BOX", 100)
-    checkpoint = Path(import_model(tmp_path / "hf", tmp_path / "in", file_size=1000))
+    monkeypatch.setattr(convert, "FILE_SIZE", 1000)
+    checkpoint = Path(import_model(tmp_path / "hf", tmp_path / "in"))
     assert 90 < max(sizes) <= 100  # elements held at a time, of parameters of up to 64 x 12
     files = list(checkpoint.glob("rank_*"))
     assert len(files) > 10
@@ -99,7 +101,7 @@ OTHERS = "; to train it as it is, write family ="
         ({"model_type": "olmo3", "rope_parameters": STRETCHED}, "rope_parameters of sliding_attention are"),
         ({"model_type": "olmo3", "rope_parameters": {"rope_theta": 9.0}}, "must have a table for each of"),
         ({"model_type": "mistral", "layer_types": ["full_attention"] * 2}, 'write model_type = "ministral"'),
-        ({"model_type": "mistral", "sliding_window": "x"}, "sliding_window is 'x', and must be a positive"),
+        ({"model_type": "mistral", "sliding_window": "x"}, "sliding_window is 'x', and must be a whole"),
         ({"activation_function": "relu"}, "activation_function is 'relu'"),
         ({"n_embd": 13}, "model.hidden_size: got 13, must divide by num_heads 2"),
         ({"hidden_size": None}, "config.json has no hidden_size"),
@@ -257,10 +259,11 @@ def _state_at_the_start(config):
     return seen[0]
 
 
-def test_every_rank_begins_from_the_imported_masters_with_nothing_else(tmp_path, run_ranks):
+def test_every_rank_begins_from_the_imported_masters_with_nothing_else(tmp_path, run_ranks, monkeypatch):
     write_data(tmp_path / "data")
     model = write_hugging_face(GPT2, tmp_path / "hf")
-    import_model(tmp_path / "hf", tmp_path / "in", file_size=3000)
+    monkeypatch.setattr(convert, "FILE_SIZE", 3000)
+    import_model(tmp_path / "hf", tmp_path / "in")
     config = job_from(tmp_path / "in", tmp_path / "data", tmp_path / "run", **{"precision.dtype": "fp16"})
     for weights, largest_state, updates in run_ranks(_state_at_the_start, 2, config):
         assert (largest_state, updates) == (0.0, 0)
