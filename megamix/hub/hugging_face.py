@@ -2,7 +2,6 @@
 
 import logging
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,21 +38,37 @@ class HuggingFaceWeights:
         with naming(folder):
             self.config = self.form.read(self.json)
             links = links_of(self.form, self.config)
-        self._files = _open(folder, _file_names(folder))  # kept open, so each header is parsed once
-        # safe_open's file is no mapping: it has keys(), and cannot be iterated.
-        places = [(file, name) for file, opened in self._files.items() for name in opened.keys()]  # noqa: SIM118
-        self._place_of = {_WRAPPERS.sub("", name): (file, name) for file, name in places}
-        if twice := [name for file, name in places if self._place_of[_WRAPPERS.sub("", name)] != (file, name)]:
-            raise ValueError(f"{folder} has a second tensor in place of {twice[0]}; leave one of them out")
+        self._slices: dict[str, Any] = {}
+        wrapped = list[str]()
+        file_names = _file_names(folder)
+        for file in file_names:
+            refuse_pointer(folder / file)
+            with naming(folder / file):
+                opened: Any = safe_open(folder / file, "pt")
+            for stored in opened.keys():  # noqa: SIM118  # it is no mapping, and cannot be iterated
+                name = _WRAPPERS.sub("", stored)
+                if name in self._slices:
+                    raise ValueError(f"{folder} has a second tensor in place of {name}; leave one of them out")
+                self._slices[name] = opened.get_slice(stored)
+                if name != stored:
+                    wrapped.append(stored)
         # A model saved without its head has names without the prefix.
-        based = any(name.startswith(self.form.base) for name in self._place_of)
+        based = any(name.startswith(self.form.base) for name in self._slices)
         self._base = "" if based else self.form.base
-        shapes = {name: tuple(self._slice(name).get_shape()) for name in self._place_of}
         self._links: dict[str, list[Link]] = {}
         for link in links:
             self._links.setdefault(link.ours, []).append(link)
-        self._check_tensors(links, shapes)
-        self._tell()
+        self._check_tensors(links)
+        unread = sorted({path.name for path in folder.glob("*.safetensors")}.difference(file_names))
+        buffers = [name for name in self._slices if _NOT_WEIGHTS.search(name)]
+        for names, what in (
+            (wrapped, "names of tensors are read without the prefixes of wrappers"),
+            (unread, "files are not read"),
+            (buffers, f"buffers are not read, as they follow from {CONFIG}"),
+            (self.json.unread(), f"keys of {CONFIG} are not read"),
+        ):
+            if names:
+                log.warning("%s: %d %s: %s", folder, len(names), what, ", ".join(names[:_TOLD]))
 
     def read(self, param: str, box: Box) -> Tensor:
         """Return a box of one of our parameters. Shapes: FP32 (*box.size)."""
@@ -65,7 +80,7 @@ class HuggingFaceWeights:
 
     def _part(self, link: Link, box: Box) -> Tensor:
         origin = Box((0,) * len(link.shape), box.size[-len(link.shape) :])
-        part: Tensor = self._slice(link.theirs.removeprefix(self._base))[link.to_theirs(box).slices_in(origin)]
+        part: Tensor = self._slices[link.theirs.removeprefix(self._base)][link.to_theirs(box).slices_in(origin)]
         return part.T if link.transposed else part
 
     def where(self, param: str, place: tuple[int, ...]) -> str:
@@ -74,19 +89,15 @@ class HuggingFaceWeights:
         theirs = link.to_theirs(Box(place, (1,) * len(place))).offset
         return f"{link.theirs.removeprefix(self._base)} {list(theirs)}"
 
-    def _slice(self, tensor: str) -> Any:
-        file, stored = self._place_of[tensor]
-        return self._files[file].get_slice(stored)
-
-    def _check_tensors(self, links: list[Link], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    def _check_tensors(self, links: list[Link]) -> None:
         want = {name.removeprefix(self._base): shape for name, shape in their_shapes(links).items()}
-        problems = [f"missing {name} {list(shape)}" for name, shape in want.items() if name not in shapes]
+        problems = [f"missing {name} {list(shape)}" for name, shape in want.items() if name not in self._slices]
         embedding = f"{self.form.places['embedding'].name}.weight".removeprefix(self._base)
         head = f"{self.form.places['head'].name}.weight"
-        for name, shape in shapes.items():
-            dtype = self._slice(name).get_dtype()
+        for name, tensor in self._slices.items():
+            shape, dtype = tuple(tensor.get_shape()), tensor.get_dtype()
             if name not in want:
-                if name == head and self.config.tie_embeddings and embedding in shapes:
+                if name == head and self.config.tie_embeddings and embedding in self._slices:
                     if not self._equal(head, embedding):
                         problems.append(f"{head} is not {embedding}: write tie_word_embeddings = false into {CONFIG}")
                 elif not _NOT_WEIGHTS.search(name):
@@ -102,36 +113,10 @@ class HuggingFaceWeights:
             )
 
     def _equal(self, one: str, other: str) -> bool:
-        first, second = self._slice(one), self._slice(other)
-        if (shape := first.get_shape()) != second.get_shape():
-            return False
-        whole = Box.whole(tuple(shape))
+        first, second = self._slices[one], self._slices[other]
+        whole = Box.whole(tuple(first.get_shape()))
         parts = (part.slices_in(whole) for part in sub_boxes(whole))
         return all(torch.equal(first[part].float(), second[part].float()) for part in parts)
-
-    def _tell(self) -> None:
-        """Log what the folder holds and nobody reads."""
-        wrapped = [stored for name, (_, stored) in self._place_of.items() if name != stored]
-        files = sorted({path.name for path in self.folder.glob("*.safetensors")} - self._files.keys())
-        buffers = [name for name in self._place_of if _NOT_WEIGHTS.search(name)]
-        for names, what in (
-            (wrapped, "names of tensors are read without the prefixes of wrappers"),
-            (files, "files are not read"),
-            (buffers, f"buffers are not read, as they follow from {CONFIG}"),
-            (self.json.unread(), f"keys of {CONFIG} are not read"),
-        ):
-            if names:
-                log.warning("%s: %d %s: %s", self.folder, len(names), what, ", ".join(names[:_TOLD]))
-
-
-def _open(folder: Path, names: list[str]) -> dict[str, Any]:
-    """Open the files; return them by name. Raises: ValueError naming one that is no safetensors file; OSError."""
-    files = {}
-    for name in names:
-        refuse_pointer(folder / name)
-        with naming(folder / name):
-            files[name] = safe_open(folder / name, "pt")
-    return files
 
 
 def _format(content: dict[str, Any], folder: Path) -> Format:

@@ -1,6 +1,7 @@
 """Links between our parameters and Hugging Face's tensors, and the format that a model has."""
 
 import re
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 from megamix.checkpoint.boxes import Box
 from megamix.config import DecoderConfig, ExpertsConfig
 from megamix.model.family import families, family_of
-from megamix.model.formats import Format, Location
+from megamix.model.formats import Format
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,38 +58,24 @@ def links_of(form: Format, config: DecoderConfig) -> list[Link]:
     """Return a link for every parameter of such a model, in the order of its modules, and for every matrix of a stack.
     A shared parameter has one.
     """
-    taken: dict[str, int] = {}
+    taken = Counter[str]()  # rows of each of their tensors that are linked so far
     links = list[Link]()
-    for name, shape in family_of(config).shapes(config).items():
+    for ours, shape in family_of(config).shapes(config).items():
+        module, _, leaf = ours.rpartition(".")
+        block = re.findall(r"^blocks\.(\d+)", module)
+        module = re.sub(r"^blocks\.\d+", "blocks", module)
         if len(shape) == 3:
-            links += _links_of_stack(form, name, shape)
-        else:
-            links.append(_link(form, name, shape, taken))
+            matrices = form.places[f"{module}.*"].name
+            names = (f"{matrices.format(*block, number)}.{leaf}" for number in range(shape[0]))
+            links += [Link(ours, theirs, shape[1:], (0, 0), number=number) for number, theirs in enumerate(names)]
+            continue
+        place = form.places[module]
+        theirs = f"{place.name.format(*block)}.{leaf}"
+        transposed = place.transposed and len(shape) == 2
+        start = taken[theirs]
+        links.append(Link(ours, theirs, shape, (0, start) if transposed else (start, 0)[: len(shape)], transposed))
+        taken[theirs] += shape[0]
     return links
-
-
-def _place(form: Format, ours: str, stack: str = "") -> tuple[Location, str, str]:
-    """Return the place of a parameter's module, the block's number, and the parameter's name within the module."""
-    module, _, leaf = ours.rpartition(".")
-    number = re.match(r"blocks\.(\d+)\.", module)
-    return form.places[re.sub(r"^blocks\.\d+\.", "blocks.", module) + stack], number[1] if number else "", leaf
-
-
-def _links_of_stack(form: Format, ours: str, shape: tuple[int, ...]) -> list[Link]:
-    place, block, leaf = _place(form, ours, ".*")
-    names = (f"{place.name.format(block, number)}.{leaf}" for number in range(shape[0]))
-    return [Link(ours, theirs, shape[1:], (0, 0), number=number) for number, theirs in enumerate(names)]
-
-
-def _link(form: Format, ours: str, shape: tuple[int, ...], taken: dict[str, int]) -> Link:
-    """Return the link of a parameter. `taken`: the rows of each of their tensors that are linked so far."""
-    place, block, leaf = _place(form, ours)
-    theirs = f"{place.name.format(block)}.{leaf}"
-    start = taken.get(theirs, 0)
-    taken[theirs] = start + shape[0]
-    if place.transposed and len(shape) == 2:
-        return Link(ours, theirs, shape, (0, start), transposed=True)
-    return Link(ours, theirs, shape, (start, *(0,) * (len(shape) - 1)))
 
 
 def formats() -> dict[str, Format]:
