@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from megamix.config import DecoderConfig, ModelConfig, RopeScaling, model_problems
+from megamix.config import DecoderConfig, ModelConfig, RopeScaling
 from megamix.model.formats import OTHERS, Format, Json, Keys, Location, first_problem, shown
 from megamix.model.sizes import attention_scale, effective, head_dim, rotary_dim, window
 
@@ -92,14 +92,13 @@ _MIXTRAL = _LLAMA | {
     "blocks.feed_forward.up.*": "model.layers.{}.block_sparse_moe.experts.{}.w3",
     "blocks.feed_forward.down.*": "model.layers.{}.block_sparse_moe.experts.{}.w2",
 }
-# Keys of each scaling of rotary positions under [model], and those that have another name in config.json.
+# Keys of each scaling of rotary positions, but for the earlier length, which has another name under [model].
 _ROPE_KEYS = {
     "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_seq_len"),
-    "yarn": ("factor", "beta_fast", "beta_slow", "attention_factor", "original_seq_len"),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor", "beta_fast", "beta_slow", "attention_factor"),
 }
 _ORIGINAL = "original_max_position_embeddings"
-_ROPE_NAMES = {"original_seq_len": _ORIGINAL}
 
 
 def _places(names: Mapping[str, str], transposed: bool = False) -> dict[str, Location]:
@@ -114,11 +113,12 @@ class GPT2Format(Format):
         problems += _unlike(json, "add_cross_attention", False)
         problems += _unlike(json, "activation_function", *_GELU)
         _refuse(json, problems)
-        return _possible(self.config_of(
+        model: ModelConfig = self.config_of(
             json, norm="layernorm", position="learned",
             norm_eps=json.get("layer_norm_epsilon", 1e-5), bias=True,
             activation=_GELU[json.get("activation_function", "gelu_new")],
-        ))  # fmt: skip
+        )  # fmt: skip
+        return model
 
     def write(self, config: ModelConfig) -> dict[str, Any]:
         names = {ours: theirs for theirs, ours in reversed(_GELU.items())}  # reversed: the first name wins
@@ -168,7 +168,7 @@ class _Windows(_Part):
             raise ValueError('layer_types is not read by such a model; leave it out, or write model_type = "ministral"')
         if kinds is None:
             slides = [self.rule(keys, given, layer) and size is not None for layer in range(layers)]
-        elif not isinstance(kinds, list) or len(kinds) != layers or any(kind not in _KINDS for kind in kinds):
+        elif len(kinds) != layers or any(kind not in _KINDS for kind in kinds):
             told = f"must be a list with num_hidden_layers {layers} entries, {' or '.join(_KINDS)}"
             raise ValueError(f"layer_types is {shown(kinds)}, and {told}")
         else:
@@ -200,7 +200,7 @@ class _Unrotated(_Part):
         if rotated is None:
             interval = _whole(keys, "no_rope_layer_interval")
             rotated = [int((layer + 1) % interval != 0) for layer in range(layers)]
-        if not isinstance(rotated, list) or len(rotated) != layers:
+        if len(rotated) != layers:
             raise ValueError(f"no_rope_layers is {shown(rotated)}, and must be a list with an entry for each layer")
         given["unrotated_layers"] = tuple(layer for layer, turns in enumerate(rotated) if not turns)
 
@@ -259,7 +259,7 @@ class _TwoRopes(_Part):
     def read(self, keys: Keys, given: dict[str, Any], problems: list[str]) -> None:
         rope, windowed = keys.get("rope_parameters"), {}
         if rope:
-            if not isinstance(rope, Mapping) or not all(isinstance(rope.get(kind), Mapping) for kind in _KINDS):
+            if not all(isinstance(rope.get(kind), Mapping) for kind in _KINDS):
                 raise ValueError(f"rope_parameters is {shown(rope)}, and must have a table for each of {_KINDS}")
             windowed, whole = (rope[kind] for kind in _KINDS)
             if scaling := keys.get("rope_scaling"):
@@ -293,11 +293,10 @@ class _Experts(_Part):
     def read(self, keys: Keys, given: dict[str, Any], problems: list[str]) -> None:
         problems += _unlike(keys, "decoder_sparse_step", 1) + _unlike(keys, "clip_qkv", None)
         dense: Any = (keys.get("mlp_only_layers") or []) if self.mixes else []
-        if not isinstance(dense, list) or dense != [*range(len(dense))]:
+        if dense != [*range(len(dense))]:
             problems.append(f"mlp_only_layers is {shown(dense)}, megamix has layers without experts before all others")
-        count, other = keys.get("num_experts"), keys["num_local_experts"]
         given["experts"] = {
-            "num_experts": other if count is None else count,
+            "num_experts": _first_set(keys.get("num_experts"), keys["num_local_experts"]),
             "top_k": keys["num_experts_per_tok"], "ffn_hidden_size": keys.get(self.width),
             "dense_layers": len(dense), "normalize": self.normalize is None or keys[self.normalize], "bias_rate": 0.0,
         }  # fmt: skip
@@ -367,9 +366,10 @@ class RotaryFormat(Format):
             except (ArithmeticError, AttributeError, LookupError, TypeError) as error:  # a file that is damaged
                 problems.append(f"it lacks a value or has one of another kind ({type(error).__name__}: {error})")
         _refuse(json, problems)
-        return _possible(self.config_of(
+        model: ModelConfig = self.config_of(
             keys, norm_eps=keys["rms_norm_eps"], tie_embeddings=keys["tie_word_embeddings"], scaled_init=False, **given
-        ))  # fmt: skip
+        )
+        return model
 
     def write(self, config: ModelConfig) -> dict[str, Any]:
         values = effective(config)
@@ -383,13 +383,6 @@ class RotaryFormat(Format):
         for part in (*self.parts, _Rope()):
             keys |= part.write(config)
         return keys
-
-
-def _possible(model: ModelConfig) -> ModelConfig:
-    """Return the section. Raises: ValueError naming a size that does not go with the others."""
-    for problem in model_problems(model):
-        raise ValueError(f"config.json: {problem}")
-    return model
 
 
 def _rope_table(keys: Keys) -> Any:
@@ -420,8 +413,7 @@ def _read_scaling(rope: Json, original_seq_len: Any) -> RopeScaling | None:
         return None
     if kind not in _ROPE_KEYS:
         raise ValueError(f"rope_type is {shown(kind)}, megamix has {', '.join(map(repr, ('default', *_ROPE_KEYS)))}")
-    named = {key: rope.get(_ROPE_NAMES.get(key, key)) for key in _ROPE_KEYS[kind]}
-    given = {key: value for key, value in named.items() if value is not None}
+    given = {key: rope[key] for key in _ROPE_KEYS[kind] if rope.get(key) is not None}
     if kind != "linear":
         given["original_seq_len"] = original_seq_len
     if kind == "yarn" and not rope.get("truncate", True):  # gpt-oss's
@@ -443,7 +435,9 @@ def _scaling(config: ModelConfig) -> dict[str, Any] | None:
     """Return the table `rope_scaling`."""
     if (scaling := config.rope_scaling) is None:
         return None
-    values = {_ROPE_NAMES.get(key, key): getattr(scaling, key) for key in _ROPE_KEYS[scaling.rule]}
+    values = {key: getattr(scaling, key) for key in _ROPE_KEYS[scaling.rule]}
+    if scaling.rule != "linear":
+        values[_ORIGINAL] = scaling.original_seq_len
     return {"rope_type": scaling.rule, **{key: value for key, value in values.items() if value is not None}}
 
 
