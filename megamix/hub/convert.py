@@ -3,13 +3,12 @@ weights alone, the section [model] to base a job on, and the tokenizer. An expor
 folder: safetensors in shards, config.json, tokenizer.
 """
 
-import json
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -35,7 +34,7 @@ from megamix.config.toml_text import tables_to_toml, value_text
 from megamix.durable import write_text
 from megamix.hub.hugging_face import INDEX, WEIGHTS, HuggingFaceWeights
 from megamix.hub.links import Link, format_of, links_of, their_shapes
-from megamix.hub.place import CONFIG
+from megamix.hub.place import CONFIG, write_json
 from megamix.hub.source import Source, WatchedWeights, Weights
 from megamix.hub.tokenizer_files import copy_generation, copy_tokenizer, tokenizer_in
 from megamix.model.family import family_of
@@ -170,7 +169,7 @@ def export_model(
             return _save_theirs(source, aside, DTYPES[dtype], shard_size)
         form = format_of(source.config)
         links = links_of(form, source.config)
-        size = _write_shards(aside, source.weights, links, dtype, shard_size, progress or ProgressLine())
+        size = _write_shards(aside, source.weights, links, DTYPES[dtype], shard_size, progress or ProgressLine())
         ids = copy_generation(source.home, aside, tokenizer)
         config = {
             "architectures": [form.architecture], "model_type": form.model_type,
@@ -178,7 +177,7 @@ def export_model(
             "initializer_range": source.config.init_std, "tie_word_embeddings": source.config.tie_embeddings,
             "torch_dtype": str(DTYPES[dtype]).removeprefix("torch."), **ids,
         }  # fmt: skip
-        _write_json(aside / CONFIG, config)
+        write_json(aside / CONFIG, config)
     return size
 
 
@@ -193,43 +192,34 @@ def _save_theirs(source: Source, folder: Path, dtype: torch.dtype, shard_size: i
 
 
 def _write_shards(
-    folder: Path, weights: Weights, links: list[Link], dtype: str, shard_size: int, progress: ProgressLine
+    folder: Path, weights: Weights, links: list[Link], dtype: torch.dtype, shard_size: int, progress: ProgressLine
 ) -> int:
-    itemsize = DTYPES[dtype].itemsize
     shapes = their_shapes(links)
     progress.begin("writing the weights", total=sum(map(math.prod, shapes.values())))
     by_tensor: dict[str, list[Link]] = defaultdict(list)
     for link in links:
         by_tensor[link.theirs].append(link)
-    filled = _filled(shapes.items(), lambda tensor: math.prod(tensor[1]), shard_size // itemsize)
+
+    def chunks(shard: dict[str, tuple[int, ...]]) -> Iterator[memoryview]:
+        tensors = {name: (DTYPE_NAMES[str(dtype)], shape) for name, shape in shard.items()}
+        yield memoryview(safetensors_header(tensors, {"format": "pt"}))
+        for name, shape in shard.items():
+            for sub_box in sub_boxes(Box.whole(shape)):  # in order: their bytes one after the other are the tensor's
+                part = _read(weights, by_tensor[name], sub_box)
+                _check_range(name, part, dtype)
+                yield from tensor_chunks(part.to(dtype).view(-1))
+                progress.advance(sub_box.numel)
+
+    filled = _filled(shapes.items(), lambda tensor: math.prod(tensor[1]), shard_size // dtype.itemsize)
     shards = [dict(tensors) for tensors in filled]
     names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
     for name, shard in zip(names if len(shards) > 1 else [WEIGHTS], shards, strict=True):
-        tensors = {tensor: (DTYPE_NAMES[str(DTYPES[dtype])], shape) for tensor, shape in shard.items()}
-        head = safetensors_header(tensors, {"format": "pt"})
-        Files().write_file(folder / name, _chunks(head, weights, shard, by_tensor, DTYPES[dtype], progress))
-    size = itemsize * sum(map(math.prod, shapes.values()))
+        Files().write_file(folder / name, chunks(shard))
+    size = dtype.itemsize * sum(map(math.prod, shapes.values()))
     if len(shards) > 1:
         weight_map = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
-        _write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
+        write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
     return size
-
-
-def _chunks(
-    head: bytes,
-    weights: Weights,
-    shapes: Mapping[str, tuple[int, ...]],
-    links: Mapping[str, list[Link]],
-    dtype: torch.dtype,
-    progress: ProgressLine,
-) -> Iterator[memoryview]:
-    yield memoryview(head)
-    for name, shape in shapes.items():
-        for sub_box in sub_boxes(Box.whole(shape)):  # in order: their bytes one after the other are the tensor's
-            part = _read(weights, links[name], sub_box)
-            _check_range(name, part, dtype)
-            yield from tensor_chunks(part.to(dtype).view(-1))
-            progress.advance(sub_box.numel)
 
 
 def _check_range(name: str, part: Tensor, dtype: torch.dtype) -> None:
@@ -254,7 +244,3 @@ def _read(weights: Weights, links: list[Link], sub_box: Box) -> Tensor:
             ours = ours if link.number is None else ours.squeeze(0)
             out[common.slices_in(sub_box)] = ours.T if link.transposed else ours
     return out
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    write_text(path, json.dumps(content, indent=2) + "\n")

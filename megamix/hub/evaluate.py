@@ -69,22 +69,20 @@ def evaluate(
     """
     progress = progress or ProgressLine()
     vocab_size = model.config.vocab_size
-    token_file = TokenFile(prefix)
-    if token_file.num_tokens < 2:
-        raise ValueError(f"{prefix} has {token_file.num_tokens} token(s): none follows another one")
-    tokens = token_file.tokens
+    tokens = TokenFile(prefix).tokens
+    if len(tokens) < 2:
+        raise ValueError(f"{prefix} has {len(tokens)} token(s): none follows another one")
     stop = len(tokens) if max_tokens is None else min(len(tokens), max_tokens)
     stretches = (tokens[start : min(start + _STRETCH, stop)] for start in range(0, stop, _STRETCH))
     if (outside := id_outside(stretches, vocab_size)) is not None:
         raise ValueError(
             f"{prefix} holds token id {outside}, the model's vocabulary has {vocab_size}; give its own data"
         )
-    device = model.device
     nats, targets = 0.0, 0
     progress.begin(f"{stop - 1:,} tokens of {prefix}", total=stop - 1)
     with torch.no_grad():
         for rows in _batches(tokens, stop, seq_len, stride):
-            batch = torch.from_numpy(rows).to(device)
+            batch = torch.from_numpy(rows).to(model.device)
             goal = batch[1]
             nats += float(model(batch[0], goal)) * goal.numel()
             counted = int((goal != IGNORE).sum())

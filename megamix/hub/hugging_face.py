@@ -14,7 +14,7 @@ from megamix.checkpoint.manifest import naming
 from megamix.git_lfs import refuse_pointer
 from megamix.hub.links import Link, formats, links_of, their_shapes
 from megamix.hub.place import CONFIG, read_json
-from megamix.model.formats import OTHERS, Format, Keys, shown
+from megamix.model.formats import OTHERS, Keys, shown
 
 log = logging.getLogger("megamix")
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -34,7 +34,12 @@ class HuggingFaceWeights:
     def __init__(self, folder: Path):
         self.folder = folder
         self.json = Keys(read_json(folder / CONFIG))
-        self.form = _format(self.json, folder)
+        known = formats()
+        if (model_type := self.json.get("model_type")) not in known:
+            raise ValueError(
+                f"{folder / CONFIG}: model_type is {shown(model_type)}; known are: {', '.join(known)}; {OTHERS}"
+            )
+        self.form = known[model_type]
         with naming(folder):
             self.config = self.form.read(self.json)
             links = links_of(self.form, self.config)
@@ -119,16 +124,6 @@ class HuggingFaceWeights:
         return all(torch.equal(first[part].float(), second[part].float()) for part in parts)
 
 
-def _format(content: dict[str, Any], folder: Path) -> Format:
-    model_type = content.get("model_type")
-    known = formats()
-    if not isinstance(model_type, str) or model_type not in known:
-        raise ValueError(
-            f"{folder / CONFIG}: model_type is {shown(model_type)}; known are: {', '.join(known)}; {OTHERS}"
-        )
-    return known[model_type]
-
-
 def _file_names(folder: Path) -> list[str]:
     """Return the names of a folder's safetensors files. Raises: ValueError if there is none, or one of the index is
     missing.
@@ -136,7 +131,7 @@ def _file_names(folder: Path) -> list[str]:
     if (folder / WEIGHTS).is_file():
         return [WEIGHTS]
     if not (folder / INDEX).is_file():
-        pickles = sorted(path.name for path in (*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")))
+        pickles = [path.name for path in sorted(folder.iterdir()) if path.suffix in (".bin", ".pt", ".pth")]
         if pickles:
             raise ValueError(
                 f"{folder} has its weights in {pickles[0]}, a pickle, which runs code when it is read; save them as "
@@ -144,7 +139,7 @@ def _file_names(folder: Path) -> list[str]:
             )
         raise ValueError(f"{folder} has neither {WEIGHTS} nor {INDEX}; give a folder with its weights as safetensors")
     weight_map = read_json(folder / INDEX).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+    if not isinstance(weight_map, dict):
         raise ValueError(f"{folder / INDEX} has no weight_map of names; copy the folder again")
     names = sorted(set(weight_map.values()))
     for name in names:

@@ -1,10 +1,12 @@
 """A model's folder by its path, and the folder's JSON. This module imports no torch, so a wrong path fails at once."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from megamix.checkpoint.folder import CHECKPOINTS, MANIFEST, checkpoints
+from megamix.durable import write_text
 from megamix.git_lfs import refuse_pointer
 
 CONFIG = "config.json"
@@ -44,3 +46,7 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds no table")
     return content
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    write_text(path, json.dumps(content, indent=2) + "\n")

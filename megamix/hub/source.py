@@ -53,9 +53,8 @@ class WatchedWeights:
         values = self._weights.read(param, box)
         wrong = ~torch.isfinite(values)
         if count := int(wrong.sum()):
-            place = tuple(wrong.nonzero()[0].tolist())
-            there = tuple(start + step for start, step in zip(box.offset, place, strict=True))
-            first = f"{float(values[place])} at {self._weights.where(param, there)}"
+            place = wrong.nonzero()[0] + torch.tensor(box.offset)
+            first = f"{float(values[wrong][0])} at {self._weights.where(param, tuple(place.tolist()))}"
             before, first = self._found.get(param, (0, first))
             self._found[param] = before + count, first
         return values
@@ -153,11 +152,12 @@ def open_source(path: Path, *, average: bool = False) -> Source:
 
 
 def _of_checkpoint(checkpoint: Checkpoint, state: str) -> Source:
-    if not (checkpoint.manifest.run.config or checkpoint.manifest.weights_only):
+    manifest = checkpoint.manifest
+    if not (manifest.run.config or manifest.weights_only):
         other = "`megamix checkpoint export` hands on its weights"
         raise ValueError(f"{checkpoint.path} is a checkpoint of the library, without [model]; {other}")
     try:
-        tables = checkpoint.manifest.run.tables()
+        tables = manifest.run.tables()
         keys = tables.get("model", {})
         config = section_of(keys).model_validate(keys)
     except ValueError as error:
@@ -166,16 +166,12 @@ def _of_checkpoint(checkpoint: Checkpoint, state: str) -> Source:
     data, resume = tables.get("data", {}), tables.get("checkpoint", {}).get("resume")
     tokenizer, dtype = data.get("tokenizer"), tables.get("precision", {}).get("dtype", "fp32")
     with naming(checkpoint.path):
-        check_params(checkpoint.manifest, config)
-        buffers = {
-            param.name: param.shape
-            for param in checkpoint.manifest.params
-            if BUFFER in checkpoint.manifest.states[param.state_set]
-        }
+        check_params(manifest, config)
+        buffers = {param.name: param.shape for param in manifest.params if BUFFER in manifest.states[param.state_set]}
     return Source(
         checkpoint.path, config, CheckpointWeights(checkpoint, state), dtype,
         None if tokenizer is None else Path(tokenizer), _prefixes(data.get("valid")),
-        None if resume in (None, *RESUME_WORDS) else Path(resume), buffers, checkpoint.manifest.run.config,
+        None if resume in (None, *RESUME_WORDS) else Path(resume), buffers, manifest.run.config,
     )  # fmt: skip
 
 

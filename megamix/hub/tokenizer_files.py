@@ -1,15 +1,13 @@
 """The files of a tokenizer in a Hugging Face folder, and the tokens that end a text."""
 
 import contextlib
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from megamix.data.tokenizer import open_tokenizer
 from megamix.data.tokenizer_files import SP_MODEL, TOKENIZER, copy_files, read_settings, save_settings, special_token
-from megamix.durable import write_text
-from megamix.hub.place import CONFIG, read_json
+from megamix.hub.place import CONFIG, read_json, write_json
 
 GENERATION = "generation_config.json"
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -32,7 +30,7 @@ def copy_generation(folder: Path, output: Path, tokenizer: Path | None) -> dict[
     """Write the settings of generation to `output`, always with the ids of special tokens. Return these ids."""
     ids = special_ids(folder, tokenizer)
     settings = read_json(folder / GENERATION) if (folder / GENERATION).is_file() else {}
-    write_text(output / GENERATION, json.dumps({**settings, **ids}, indent=2) + "\n")
+    write_json(output / GENERATION, {**settings, **ids})
     return ids
 
 

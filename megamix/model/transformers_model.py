@@ -9,6 +9,7 @@ import copy
 import inspect
 import logging
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -147,8 +148,8 @@ class TransformersModel(LanguageModel):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         # half() would round the tables, and to_empty() would leave them without values: they follow the device alone.
-        buffers_of = [module._buffers for module in self.modules()]
-        kept = [(buffers, name, table) for buffers in buffers_of for name, table in buffers.items()]
+        modules = list(self.modules())
+        kept = [(module._buffers, name, table) for module in modules for name, table in module._buffers.items()]
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # untyped in torch
         for buffers, name, table in kept:
             moved = buffers[name]
@@ -223,12 +224,10 @@ class TransformersModel(LanguageModel):
 
     @classmethod
     def aliases(cls, config: TransformersConfig) -> dict[str, set[str]]:
-        first: dict[nn.Parameter, str] = {}
-        found: dict[str, set[str]] = {}
+        names = defaultdict[nn.Parameter, list[str]](list)
         for name, param in cls.sketch(config).named_parameters(remove_duplicate=False):
-            if first.setdefault(param, name) != name:
-                found.setdefault(first[param], set()).add(name)
-        return found
+            names[param].append(name)
+        return {first: set(others) for first, *others in names.values() if others}
 
     @classmethod
     def costs(cls, config: TransformersConfig) -> Costs:
@@ -305,10 +304,9 @@ def _first_weights(config: TransformersConfig, seed: int) -> Any:
 
     Raises: ValueError if the folder has no weights to start from, or other ones than those of its config.json; OSError.
     """
-    has_weights = config.has_weights()
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(seed)
-        if not has_weights:
+        if not config.has_weights():
             return _predicting(_built(config.config_json))
         files = sorted(Path(config.folder).glob("*.safetensors"))
         try:
