@@ -59,7 +59,7 @@ class Tokenizer(TextTokenizer):
         # Switch these settings off: they would cut or pad documents and prompts, or give other ids in each run.
         tokenizer.no_truncation()
         tokenizer.no_padding()
-        if getattr(tokenizer.model, "dropout", None) is not None:
+        if hasattr(tokenizer.model, "dropout"):
             tokenizer.model.dropout = None
         self._tokenizer = tokenizer
         self._bulk: Callable[[str], list[int] | None] | None = None

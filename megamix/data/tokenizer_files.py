@@ -31,7 +31,8 @@ def tokenizer_files(place: Path) -> dict[str, Path]:
         return named
     paths = [path for name in _FILES for path in sorted(folder.glob(name))]
     inside = folder.resolve()
-    for path, real in zip(paths, map(Path.resolve, paths), strict=True):
+    for path in paths:
+        real = path.resolve()
         if not real.is_relative_to(inside) and real.parent != inside.parent.parent / "blobs" and path != place:
             raise ValueError(f"{path} is a link to {real}, which is outside the folder; copy that file in its place")
     return {str(path.relative_to(folder)): path for path in paths} | named

@@ -195,7 +195,8 @@ def _write_shards(
     folder: Path, weights: Weights, links: list[Link], dtype: torch.dtype, shard_size: int, progress: ProgressLine
 ) -> int:
     shapes = their_shapes(links)
-    progress.begin("writing the weights", total=sum(map(math.prod, shapes.values())))
+    numel = sum(map(math.prod, shapes.values()))
+    progress.begin("writing the weights", total=numel)
     by_tensor: dict[str, list[Link]] = defaultdict(list)
     for link in links:
         by_tensor[link.theirs].append(link)
@@ -215,7 +216,7 @@ def _write_shards(
     names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
     for name, shard in zip(names if len(shards) > 1 else [WEIGHTS], shards, strict=True):
         Files().write_file(folder / name, chunks(shard))
-    size = dtype.itemsize * sum(map(math.prod, shapes.values()))
+    size = dtype.itemsize * numel
     if len(shards) > 1:
         weight_map = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
         write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
@@ -241,6 +242,6 @@ def _read(weights: Weights, links: list[Link], sub_box: Box) -> Tensor:
     for link in links:
         if common := sub_box.intersection(link.region):
             ours = weights.read(link.ours, link.to_ours(common))
-            ours = ours if link.number is None else ours.squeeze(0)
+            # torch drops the first dim of a stack's box, which is 1.
             out[common.slices_in(sub_box)] = ours.T if link.transposed else ours
     return out

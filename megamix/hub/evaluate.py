@@ -115,8 +115,7 @@ def _batches(tokens: FileArray, stop: int, seq_len: int, stride: int) -> Iterato
 
 def _text_bytes(prefix: Path) -> int | None:
     try:
-        part = json.loads((prefix.parent / MANIFEST).read_bytes())["parts"][prefix.name]
-        return int(part["num_bytes"])
+        return int(json.loads((prefix.parent / MANIFEST).read_bytes())["parts"][prefix.name]["num_bytes"])
     except (OSError, ValueError, LookupError, TypeError):
         return None  # the data are not from `megamix prepare`, or from an older one
 

@@ -120,7 +120,7 @@ class GPT2Format(Format):
         )  # fmt: skip
         return model
 
-    def write(self, config: ModelConfig) -> dict[str, Any]:
+    def write(self, config: ModelConfig) -> Json:
         names = {ours: theirs for theirs, ours in reversed(_GELU.items())}  # reversed: the first name wins
         return {
             **self.sizes_of(effective(config)),
@@ -139,12 +139,12 @@ class _Part:
         Raises: ValueError with a reason, if nothing can be added.
         """
 
-    def write(self, config: ModelConfig) -> dict[str, Any]:
+    def write(self, config: ModelConfig) -> Json:
         """Return the keys of config.json that describe the feature."""
         return {}
 
 
-Slides = Callable[[Json, Mapping[str, Any], int], bool]  # (keys, section, layer) -> whether the layer has the window
+Slides = Callable[[Json, Json, int], bool]  # (keys, section, layer) -> whether the layer has the window
 _KINDS = ("sliding_attention", "full_attention")
 
 
@@ -180,7 +180,7 @@ class _Windows(_Part):
         period = next(n for n in range(1, layers + 1) if all(windows[at] == windows[at % n] for at in range(layers)))
         given["windows"] = windows[:period]
 
-    def write(self, config: ModelConfig) -> dict[str, Any]:
+    def write(self, config: ModelConfig) -> Json:
         windows = [window(config, layer) for layer in range(config.num_layers)]
         # Without windows transformers' Gemma still asks for a number.
         unused = config.seq_len if self.by_layer and not self.switch else None
@@ -204,7 +204,7 @@ class _Unrotated(_Part):
             raise ValueError(f"no_rope_layers is {shown(rotated)}, and must be a list with an entry for each layer")
         given["unrotated_layers"] = tuple(layer for layer, turns in enumerate(rotated) if not turns)
 
-    def write(self, config: ModelConfig) -> dict[str, Any]:
+    def write(self, config: ModelConfig) -> Json:
         rotated = [int(layer not in config.unrotated_layers) for layer in range(config.num_layers)]
         return {"no_rope_layers": rotated, "pad_token_id": None}  # the default of it is beyond a small vocabulary
 
@@ -231,7 +231,7 @@ class _Rope(_Part):
         if given["rope_scaling"] is None and given.get("window_rope_theta") == theta:
             given["window_rope_theta"] = None
 
-    def write(self, config: ModelConfig) -> dict[str, Any]:
+    def write(self, config: ModelConfig) -> Json:
         # transformers 4 and 5 both read these two keys; 4 does not know 5's `rope_parameters`.
         return {"rope_theta": config.rope_theta, "rope_scaling": _scaling(config)}
 
@@ -249,7 +249,7 @@ class _PartlyRotated(_Part):
         keys["rope_parameters"] = rope
         given["rotary_dim"] = None if share == 1 else int(size * share)
 
-    def write(self, config: ModelConfig) -> dict[str, Any]:
+    def write(self, config: ModelConfig) -> Json:
         return {"partial_rotary_factor": rotary_dim(config) / head_dim(config)}
 
 
@@ -271,7 +271,7 @@ class _TwoRopes(_Part):
             raise ValueError(f"rope_parameters of sliding_attention are {shown(windowed)}: megamix stretches none such")
         given["window_rope_theta"] = _first_set(windowed.get("rope_theta"), keys["rope_local_base_freq"], 10000.0)
 
-    def write(self, config: ModelConfig) -> dict[str, Any]:
+    def write(self, config: ModelConfig) -> Json:
         own = _first_set(config.window_rope_theta, config.rope_theta)
         whole = (_scaling(config) or {"rope_type": "default"}) | {"rope_theta": config.rope_theta}
         ropes = {"full_attention": whole, "sliding_attention": {"rope_type": "default", "rope_theta": own}}
@@ -301,7 +301,7 @@ class _Experts(_Part):
             "dense_layers": len(dense), "normalize": self.normalize is None or keys[self.normalize], "bias_rate": 0.0,
         }  # fmt: skip
 
-    def write(self, config: ModelConfig) -> dict[str, Any]:
+    def write(self, config: ModelConfig) -> Json:
         if config.experts is None:
             return {}
         keys: dict[str, Any] = {
@@ -328,7 +328,7 @@ class _GemmaFactors(_Part):
         given["embedding_scale"] = math.sqrt(keys["hidden_size"])
         given["attention_scale"] = None if scalar == keys["head_dim"] else scalar**-0.5
 
-    def write(self, config: ModelConfig) -> dict[str, Any]:
+    def write(self, config: ModelConfig) -> Json:
         # The whole number of which the factor of the products of queries and keys is 1 / sqrt(number).
         number = max(1, round(max(attention_scale(config), 1e-9) ** -2))
         return {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": number}
@@ -347,7 +347,7 @@ class RotaryFormat(Format):
     block: Mapping[str, Any] = field(default_factory=dict)  # keys of [model] whose value is the family's
     named: Mapping[str, str] = field(default_factory=dict)  # further keys of [model], each with its key in config.json
     parts: tuple[_Part, ...] = ()
-    defaults: Mapping[str, Any] = field(default_factory=dict)  # transformers', of keys that config.json may lack
+    defaults: Json = field(default_factory=dict)  # transformers', of keys that config.json may lack
 
     def read(self, json: Json) -> ModelConfig:
         keys = Keys(json, {**_DEFAULTS, **self.defaults})
@@ -371,7 +371,7 @@ class RotaryFormat(Format):
         )
         return model
 
-    def write(self, config: ModelConfig) -> dict[str, Any]:
+    def write(self, config: ModelConfig) -> Json:
         values = effective(config)
         keys = {
             **self.sizes_of(values), "rms_norm_eps": config.norm_eps,

@@ -47,10 +47,14 @@ class Keys(dict[str, Any]):
 
     def unread(self) -> list[str]:
         """Return the keys that nobody has asked for, without those that never have an effect."""
-        names = [key for key, value in self.items() if key not in self.asked and value is not None]
-        tables = {key: table for key, table in self.items() if key in self.asked and isinstance(table, Keys)}
-        inner = [f"{key}.{name}" for key, table in tables.items() for name in table.unread()]
-        return [*inner, *(name for name in names if not _WITHOUT_EFFECT.fullmatch(name))]
+        inner, own = list[str](), list[str]()
+        for key, value in self.items():
+            if key not in self.asked:
+                if value is not None and not _WITHOUT_EFFECT.fullmatch(key):
+                    own.append(key)
+            elif isinstance(value, Keys):
+                inner += [f"{key}.{name}" for name in value.unread()]
+        return inner + own
 
 
 class Location(NamedTuple):
@@ -84,7 +88,7 @@ class Format:
         config: DecoderConfig = self.config_of(json)
         return config
 
-    def write(self, config: Any) -> dict[str, Any]:
+    def write(self, config: Any) -> Json:
         """Return the keys of config.json that belong to this format, without those that are the same for every
         model.
         """
@@ -103,7 +107,7 @@ class Format:
         except ValidationError as error:
             raise ValueError(f"config.json: {first_problem(error, self.size_keys)}") from None
 
-    def sizes_of(self, values: Mapping[str, Any]) -> dict[str, Any]:
+    def sizes_of(self, values: Mapping[str, Any]) -> Json:
         """Return the section's sizes by config.json's keys."""
         return {theirs: values[ours] for ours, theirs in self.size_keys.items()}
 

@@ -288,15 +288,14 @@ def _refuse_untrained(hf: Any) -> None:
     """Refuse what a job would leave as it is. Raises: ValueError naming a parameter that gradients do not train, or a
     buffer that is saved with the parameters.
     """
-    parameters = [name for name, param in hf.named_parameters() if not param.requires_grad]
     saved = hf.state_dict().keys()
-    buffers = [name for name, _ in hf.named_buffers() if name in saved]
-    for names, what in ((parameters, "a parameter without a gradient"), (buffers, "a buffer that is saved")):
-        if names:
-            raise ValueError(
-                f'model.family: got "transformers", but a model of type {hf.config.model_type} has {names[0]}, {what}, '
-                "which a job does not train; train such a model through the library (docs/library.md)"
-            )
+    found = {name: "a parameter without a gradient" for name, param in hf.named_parameters() if not param.requires_grad}
+    found |= {name: "a buffer that is saved" for name, _ in hf.named_buffers() if name in saved}
+    for name, what in found.items():
+        raise ValueError(
+            f'model.family: got "transformers", but a model of type {hf.config.model_type} has {name}, {what}, which a '
+            "job does not train; train such a model through the library (docs/library.md)"
+        )
 
 
 def _first_weights(config: TransformersConfig, seed: int) -> Any:
