@@ -82,9 +82,8 @@ def evaluate(
     progress.begin(f"{stop - 1:,} tokens of {prefix}", total=stop - 1)
     with torch.no_grad():
         for rows in _batches(tokens, stop, seq_len, stride):
-            batch = torch.from_numpy(rows).to(model.device)
-            goal = batch[1]
-            nats += float(model(batch[0], goal)) * goal.numel()
+            given, goal = torch.from_numpy(rows).to(model.device)
+            nats += float(model(given, goal)) * goal.numel()
             counted = int((goal != IGNORE).sum())
             targets += counted
             progress.advance(counted)

@@ -27,7 +27,6 @@ from megamix.run.run_folder import RESUME_WORDS
 from megamix.run.run_record import check_if_run, check_params
 
 log = logging.getLogger("megamix")
-ALLOW = "--allow-non-finite"
 _TOLD = 8  # tensors that a message names
 _OF_TORCH = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
@@ -69,7 +68,7 @@ class WatchedWeights:
         more = f"; and {len(lines) - _TOLD} more parameters" if len(lines) > _TOLD else ""
         told = f"weights that are not finite: {'; '.join(lines[:_TOLD])}{more}"
         if not allow:
-            raise ValueError(f"{told}; the model is damaged: get it again, or accept it with {ALLOW}")
+            raise ValueError(f"{told}; the model is damaged: get it again, or accept it with --allow-non-finite")
         log.warning(told)
 
 

@@ -129,10 +129,13 @@ class GPT2Format(Format):
         }  # fmt: skip
 
 
+_Section = dict[str, Any]  # the keys of [model]
+
+
 class _Part:
     """A feature of some formats that takes more than a key to read or to write."""
 
-    def read(self, keys: Keys, given: dict[str, Any], problems: list[str]) -> None:
+    def read(self, keys: Keys, given: _Section, problems: list[str]) -> None:
         """Add to the section [model] what config.json says of the feature, and to `problems` reasons to refuse it. Take
         away keys that no other may see.
 
@@ -159,7 +162,7 @@ class _Windows(_Part):
     by_layer: bool = True
     switch: bool = False
 
-    def read(self, keys: Keys, given: dict[str, Any], problems: list[str]) -> None:
+    def read(self, keys: Keys, given: _Section, problems: list[str]) -> None:
         layers = _whole(keys, "num_hidden_layers")
         size, kinds = keys["sliding_window"], keys.get("layer_types")
         if self.switch and not keys.get("use_sliding_window"):
@@ -195,7 +198,7 @@ class _Windows(_Part):
 class _Unrotated(_Part):
     """Layers without rotary positions, as SmolLM3 has."""
 
-    def read(self, keys: Keys, given: dict[str, Any], problems: list[str]) -> None:
+    def read(self, keys: Keys, given: _Section, problems: list[str]) -> None:
         layers, rotated = _whole(keys, "num_hidden_layers"), keys.get("no_rope_layers")
         if rotated is None:
             interval = _whole(keys, "no_rope_layer_interval")
@@ -214,7 +217,7 @@ class _Rope(_Part):
     `rope_parameters`.
     """
 
-    def read(self, keys: Keys, given: dict[str, Any], problems: list[str]) -> None:
+    def read(self, keys: Keys, given: _Section, problems: list[str]) -> None:
         rope = _rope_table(keys)
         theta = rope.get("rope_theta", keys["rope_theta"])
         if theta != keys["rope_theta"]:  # the table wins
@@ -239,7 +242,7 @@ class _Rope(_Part):
 class _PartlyRotated(_Part):
     """A share of each head that rotates, as in Phi, whose wavelengths megamix does not stretch."""
 
-    def read(self, keys: Keys, given: dict[str, Any], problems: list[str]) -> None:
+    def read(self, keys: Keys, given: _Section, problems: list[str]) -> None:
         rope = _rope_table(keys)
         if rope.get("rope_type", rope.get("type", "default")) != "default":
             raise ValueError(f"rope_scaling is {shown(rope)}, megamix does not stretch Phi's wavelengths")
@@ -256,7 +259,7 @@ class _PartlyRotated(_Part):
 class _TwoRopes(_Part):
     """Wavelengths of their own in layers with a window. Newer files have two tables in `rope_parameters`."""
 
-    def read(self, keys: Keys, given: dict[str, Any], problems: list[str]) -> None:
+    def read(self, keys: Keys, given: _Section, problems: list[str]) -> None:
         rope, windowed = keys.get("rope_parameters"), {}
         if rope:
             if not all(isinstance(rope.get(kind), Mapping) for kind in _KINDS):
@@ -290,7 +293,7 @@ class _Experts(_Part):
     normalize: str | None = None
     mixes: bool = False
 
-    def read(self, keys: Keys, given: dict[str, Any], problems: list[str]) -> None:
+    def read(self, keys: Keys, given: _Section, problems: list[str]) -> None:
         problems += _unlike(keys, "decoder_sparse_step", 1) + _unlike(keys, "clip_qkv", None)
         dense: Any = (keys.get("mlp_only_layers") or []) if self.mixes else []
         if dense != [*range(len(dense))]:
@@ -318,7 +321,7 @@ class _Experts(_Part):
 class _GemmaFactors(_Part):
     """Gemma's activation, and its factors, which follow from sizes."""
 
-    def read(self, keys: Keys, given: dict[str, Any], problems: list[str]) -> None:
+    def read(self, keys: Keys, given: _Section, problems: list[str]) -> None:
         problems += _unlike(keys, "hidden_activation", "gelu_pytorch_tanh")
         if "attention_softcap" not in given:
             problems += _unlike(keys, "attn_logit_softcapping", None)  # transformers' Gemma 3 does not read it
