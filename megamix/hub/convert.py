@@ -161,23 +161,22 @@ def export_model(
     range of `dtype`; OSError.
     """
     with new_folder(output, "OUT:") as aside:
-        tokenizer = tokenizer or source.tokenizer
+        config, tokenizer = source.config, tokenizer or source.tokenizer
         if tokenizer is not None and not tokenizer.is_file():
             raise ValueError(f"{tokenizer} is missing; start in the folder that the run was started in, or name it")
         copy_tokenizer(tokenizer or source.home, aside)
-        if family_of(source.config) is TransformersModel:
+        if family_of(config) is TransformersModel:
             return _save_theirs(source, aside, DTYPES[dtype], shard_size)
-        form = format_of(source.config)
-        links = links_of(form, source.config)
+        form = format_of(config)
+        links = links_of(form, config)
         size = _write_shards(aside, source.weights, links, DTYPES[dtype], shard_size, progress or ProgressLine())
         ids = copy_generation(source.home, aside, tokenizer)
-        config = {
+        write_json(aside / CONFIG, {
             "architectures": [form.architecture], "model_type": form.model_type,
-            **form.write(source.config),
-            "initializer_range": source.config.init_std, "tie_word_embeddings": source.config.tie_embeddings,
+            **form.write(config),
+            "initializer_range": config.init_std, "tie_word_embeddings": config.tie_embeddings,
             "torch_dtype": str(DTYPES[dtype]).removeprefix("torch."), **ids,
-        }  # fmt: skip
-        write_json(aside / CONFIG, config)
+        })  # fmt: skip
     return size
 
 

@@ -12,6 +12,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, Self, cast
@@ -64,11 +65,12 @@ class LossHead(nn.Linear):
             self.targets = self.loss = None
 
 
+@dataclass
 class TheirCache:
     """A cache of transformers. `length`: the positions that it has seen; it stays 0 for a model that takes none."""
 
-    def __init__(self, kept: Any) -> None:
-        self.kept, self.length = kept, 0
+    kept: Any
+    length: int = 0
 
 
 class TransformersModel(LanguageModel):
