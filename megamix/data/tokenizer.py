@@ -101,7 +101,7 @@ class Tokenizer(TextTokenizer):
         except Exception as error:  # the library raises a bare Exception for any file it cannot read
             told = f"tokenizer {str(path)!r} is no tokenizer.json ({error})"
             raise ValueError(f"{told}; name a tokenizer.json or SentencePiece .model") from error
-        settings = read_settings(path.parent)
+        settings = read_settings(path)
         return cls(tokenizer, end_token or special_token(settings, "eos_token"), special_token(settings, "bos_token"))
 
     def begin_with(self, token: str | None) -> None:

@@ -48,9 +48,10 @@ def copy_files(place: Path, output: Path) -> None:
         _write(output / _SETTINGS, {key: value for key, value in settings.items() if not key.endswith(stays)})
 
 
-def read_settings(folder: Path) -> dict[str, Any]:
-    """Return a folder's settings of its tokenizer, special tokens among them."""
-    return _table(folder / _SPECIAL_TOKENS) | _table(folder / _SETTINGS)
+def read_settings(place: Path) -> dict[str, Any]:
+    """Return a tokenizer's settings, special tokens among them. `place`: as for `tokenizer_files`."""
+    files, none = tokenizer_files(place), Path()
+    return _table(files.get(_SPECIAL_TOKENS, none)) | _table(files.get(_SETTINGS, none))
 
 
 def save_settings(tokenizer: TextTokenizer, folder: Path) -> None:

@@ -83,7 +83,7 @@ class SentencePieceTokenizer(TextTokenizer):
         except (OSError, RuntimeError) as error:
             raise ValueError(f"tokenizer {str(path)!r} is no SentencePiece model ({error})") from error
         self.vocab_size = int(self._model.get_piece_size())
-        settings = read_settings(path.parent)
+        settings = read_settings(path)
         self.end_token = end_token or self._token(special_token(settings, "eos_token"), self._model.eos_id())
         self.begin_token = self._token(special_token(settings, "bos_token"), self._model.bos_id())
         if self.begin_token and settings.get("add_bos_token", True):

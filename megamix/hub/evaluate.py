@@ -134,7 +134,7 @@ def run_harness(folder: Path, tasks: Sequence[str], dtype: str) -> dict[str, dic
     if "add_bos_token" in read_settings(folder) and (file := tokenizer_in(folder)) is not None:
         # As it was trained: lm-eval would begin an empty text by the begin token, though no document had one.
         tokenizer = open_tokenizer(file)
-        first = [*tokenizer.begin, tokenizer.end_of_text][0]
+        first = tokenizer.begin[0] if tokenizer.begin else tokenizer.end_of_text
         arguments |= {"add_bos_token": bool(tokenizer.begin), "prefix_token_id": first}
     results = lm_eval.simple_evaluate(
         model="hf", model_args=arguments, tasks=names, task_manager=manager, device=str(local_device())

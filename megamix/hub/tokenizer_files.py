@@ -45,7 +45,7 @@ def special_ids(folder: Path, tokenizer: Path | None) -> dict[str, Any]:
         ids |= {key: value for key, value in told.items() if key in _IDS and value is not None}
     if ids["eos_token_id"] is None and tokenizer is not None:
         opened = open_tokenizer(tokenizer)
-        pad = special_token(read_settings(tokenizer.parent), "pad_token")
+        pad = special_token(read_settings(tokenizer), "pad_token")
         own = {"bos_token_id": next(iter(opened.begin), None), "pad_token_id": opened.token_id(pad) if pad else None}
         with contextlib.suppress(ValueError):  # the tokenizer has no end token, either
             own["eos_token_id"] = opened.end_of_text

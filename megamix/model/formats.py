@@ -18,7 +18,7 @@ OTHERS = (
 )
 
 
-# Keys that change neither weights nor logits: of files, of tasks, of a training, and of a generation.
+# Keys that change no logits where a format does not read them: of files, of tasks, of a training, and of a generation.
 _WITHOUT_EFFECT = re.compile(
     "_.*|.*(_token_id|dropout|pdrop|_penalty|_cutoff|_ngram_size|label|labels|2id)|(assistant|summary|output|return)_.*"
     "|architectures|(model|problem)_type|(torch_)?dtype|typical_p|transformers_version|name_or_path|use_(cache|mrope)"

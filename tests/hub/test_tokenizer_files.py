@@ -114,6 +114,9 @@ def test_another_end_and_another_name_of_the_file_are_told_to_transformers(tmp_p
     Tokenizer.train(TEXTS, 300).save(theirs / "tokenizer.json")  # now the settings are that one's
     copy_tokenizer(theirs / "mine.json", tmp_path)
     assert not (tmp_path / "chat_template.jinja").exists()
+    assert Tokenizer.load(theirs / "mine.json").begin_token == "<s>"  # by its own rule
+    (theirs / "tokenizer_config.json").write_text('{"eos_token": "<other>", "bos_token": "<other>"}')
+    assert Tokenizer.load(theirs / "mine.json").end_token != "<other>"
 
 
 def test_a_model_of_others_keeps_the_rule_of_its_tokenizer(tmp_path, theirs):
@@ -153,7 +156,7 @@ def test_sentencepiece_begins_as_it_was_trained(tmp_path, theirs, begin):
         (["--begin-token"], "--begin-token: the tokenizer's files name none; name"),
         (
             ["--tokenizer", "bytes", "--begin-token"],
-            "--begin-token '' is for the file of a tokenizer; with --tokenizer",
+            "--begin-token  is for the file of a tokenizer; with --tokenizer",
         ),
     ],
 )
