@@ -9,9 +9,7 @@ from megamix.report.alerts import AlertTracker
 from megamix.report.prometheus import PrometheusTracker
 from megamix.report.trackers import TrackerThread, WandbTracker
 
-TRACKERS.registered["wandb"] = WandbTracker
-TRACKERS.registered["prometheus"] = PrometheusTracker
-TRACKERS.registered["alert"] = AlertTracker
+TRACKERS.registered.update(wandb=WandbTracker, prometheus=PrometheusTracker, alert=AlertTracker)
 
 
 def start_trackers(config: Config) -> list[TrackerThread]:

@@ -8,10 +8,10 @@ on has trained all that it has done so far.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from itertools import groupby, pairwise
 from operator import itemgetter
 from pathlib import Path
+from typing import NamedTuple
 
 from megamix.progress import duration
 from megamix.report.journal import KILLED, Row, closing_row, read_rows
@@ -22,8 +22,7 @@ STALE_S = 60.0  # seconds without a sign of life after which a run counts as dea
 RUNNING, STALE = "running", "stale"  # states of a start without an end, beside those of status.json
 
 
-@dataclass(frozen=True, slots=True)
-class OneStart:
+class OneStart(NamedTuple):
     """One start of a run. `t` and `end_t` are seconds since 1970."""
 
     starts: int  # its number
@@ -45,8 +44,7 @@ class OneStart:
         return {"preempted": "stopped on request"}.get(self.state, self.state.replace("_", " "))
 
 
-@dataclass(frozen=True, slots=True)
-class Goodput:
+class Goodput(NamedTuple):
     """All starts of a run, and their seconds by bucket, which add up to the run's wall time."""
 
     starts: list[OneStart]

@@ -6,9 +6,8 @@ import math
 import re
 import tomllib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megamix.report.log_file import parsed
 from megamix.report.metrics import TAGS, TRANSFERS, is_overflow, load_tag, over_mean, precision_tag, set_tag
@@ -31,20 +30,18 @@ _COUNTS = load_tag("counts", "")  # tag of a layer's counts; its name follows
 def main_settings(config: str) -> dict[str, Any]:
     """Return the main settings in a TOML configuration, by names such as `optimizer.lr`."""
     tables = tomllib.loads(config)
-    names = [(section, key) for section, keys in _MAIN.items() for key in keys if key in tables.get(section, {})]
-    return {f"{section}.{key}": tables[section][key] for section, key in names}
+    own = ((section, key, tables.get(section, {})) for section, keys in _MAIN.items() for key in keys)
+    return {f"{section}.{key}": table[key] for section, key, table in own if key in table}
 
 
-@dataclass(frozen=True, slots=True)
-class Series:
+class Series(NamedTuple):
     """Values by step; rows with null are left out."""
 
     steps: list[int]
     values: list[float]
 
 
-@dataclass(frozen=True, slots=True)
-class HeatMap:
+class HeatMap(NamedTuple):
     """Numbers by layer and column: one of LayerPrecision's by examined step, or loads by expert."""
 
     layers: list[str]  # in the order of the model
@@ -52,8 +49,7 @@ class HeatMap:
     values: list[list[float]]  # by layer, then column; NaN for null, and where a layer has fewer columns
 
 
-@dataclass(frozen=True, slots=True)
-class RunHistory:
+class RunHistory(NamedTuple):
     """Holds what a run did, to be told and drawn."""
 
     name: str
@@ -108,8 +104,8 @@ def _rows(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def _series(rows: Sequence[dict[str, Any]], tag: str) -> Series:
-    points = [(row["step"], row[tag]) for row in rows if math.isfinite(_number(row, tag))]
-    return Series([step for step, _ in points], [value for _, value in points])
+    known = [row for row in rows if math.isfinite(_number(row, tag))]
+    return Series([row["step"] for row in known], [row[tag] for row in known])
 
 
 def _number(row: dict[str, Any], tag: str) -> float:

@@ -170,18 +170,8 @@ class Readout:
         loss, found_inf, grad_norm, loss_scale, lr, stop = scalars.tolist()
         recorded = Recorded(result.recorded.names, table.view(-1, 2), num_values)
         tallied = dict(zip(result.tallied, counts, strict=True))
-        return Outcome(
-            loss,
-            bool(found_inf),
-            grad_norm,
-            loss_scale,
-            lr,
-            int(stop),
-            by_piece.view(2, -1),
-            peaks.view(2, -1),
-            recorded,
-            tallied,
-        )
+        host = loss, bool(found_inf), grad_norm, loss_scale, lr, int(stop)
+        return Outcome(*host, by_piece.view(2, -1), peaks.view(2, -1), recorded, tallied)
 
 
 class RecordedRows:

@@ -7,7 +7,6 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from pathlib import Path
@@ -318,15 +317,14 @@ def cut_logs(folder: Path, progress: Progress) -> None:
 def _is_later(log: str, progress: Progress, line: bytes) -> bool:
     """Return whether a row of the log `log` is later than the checkpoint with this progress."""
     row, attempt = parsed(line), "attempt" if log == SET_ASIDE else TRANSFERS + "attempt"
-    with suppress(TypeError, KeyError):
-        if log == SET_ASIDE or attempt in row:
-            return bool(row[attempt] >= progress.attempts)
-        if TAGS["valid_loss"] in row:
-            return bool(row["step"] > progress.validated)
-        if is_overflow(row):  # the row is of an attempt on the way to that update
-            return bool(row[TAGS["skipped_steps"]] > progress.skipped)
-        return bool(row["step"] > progress.applied)
-    return False
+    count, last = "step", progress.applied
+    if log == SET_ASIDE or attempt in row:
+        count, last = attempt, progress.attempts - 1
+    elif TAGS["valid_loss"] in row:
+        last = progress.validated
+    elif is_overflow(row):  # the row is of an attempt on the way to that update
+        count, last = TAGS["skipped_steps"], progress.skipped
+    return bool(row.get(count, last) > last)
 
 
 def is_overflow(row: Mapping[str, Any]) -> bool:
@@ -344,14 +342,15 @@ def _as_code(text: str) -> str:
 
 
 def _histogram(exponents: tuple[int, ...]) -> dict[str, Any]:
-    middles = [exponent + 0.5 for exponent in range(FIRST_EXPONENT, LAST_EXPONENT + 1)]
+    limits = range(FIRST_EXPONENT + 1, LAST_EXPONENT + 2)
+    bins = [(count, limit - 0.5) for count, limit in zip(exponents, limits, strict=True)]
     return {
         "min": FIRST_EXPONENT,
-        "max": LAST_EXPONENT + 1,
+        "max": limits[-1],
         "num": sum(exponents),
-        "sum": sum(count * middle for count, middle in zip(exponents, middles, strict=True)),
-        "sum_squares": sum(count * middle**2 for count, middle in zip(exponents, middles, strict=True)),
-        "bucket_limits": [exponent + 1 for exponent in range(FIRST_EXPONENT, LAST_EXPONENT + 1)],
+        "sum": sum(count * middle for count, middle in bins),
+        "sum_squares": sum(count * middle**2 for count, middle in bins),
+        "bucket_limits": [*limits],
         "bucket_counts": list(exponents),
     }
 

@@ -10,7 +10,6 @@ import json
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
 from html import escape
 from pathlib import Path
 from string import Template
@@ -76,7 +75,8 @@ def write_report(folder: Path, *, numbers: bool) -> Iterator[str]:
     write_text(folder / PAGE, _page(goodput, history, pictures))
     yield f"{folder / PAGE}"
     if numbers:
-        values = {"verdict": verdict(goodput), "share": goodput.share, "wall_s": goodput.wall_s, **asdict(goodput)}
+        values = {"verdict": verdict(goodput), "share": goodput.share, "wall_s": goodput.wall_s, **goodput._asdict()}
+        values["starts"] = [one._asdict() for one in goodput.starts]
         write_text(folder / NUMBERS, json.dumps(values, indent=1) + "\n")
         yield f"{folder / NUMBERS}"
 

@@ -46,7 +46,7 @@ def plot(folders: Sequence[Path]) -> Iterator[str]:
             raise ValueError(f"RUN: no loss in {folder / METRICS}; give the folder of a run that has logged a step")
     drawn = figures(histories[0])
     if len(folders) > 1:
-        drawn = {"compared": compared(dict(zip(_names(folders), histories, strict=True)))}
+        drawn = {"compared": _curves(dict(zip(_names(folders), histories, strict=True)), 2, [*_CURVES])}
     for name, figure in drawn.items():
         path = folders[0] / f"{name}.png"
         with written_aside(path) as file:
@@ -89,11 +89,6 @@ def figures(history: RunHistory) -> dict[str, Figure]:
     return drawn
 
 
-def compared(runs: Mapping[str, RunHistory]) -> Figure:
-    """Return the curves of several runs, by name: one colour for each run."""
-    return _curves(runs, 2, [*_CURVES])
-
-
 def _panels(height: float, rows: int = 1, columns: int = 1) -> tuple[Figure, list[Axes]]:
     figure = Figure(figsize=(_WIDTH, min(height, 14.0)), dpi=_DPI, layout="constrained")
     panels = figure.subplots(rows, columns, squeeze=False).flatten().tolist()
@@ -111,6 +106,7 @@ def _label(axes: Axes, title: str, y: str = "", x: str = "step") -> None:
 
 
 def _curves(runs: Mapping[str, RunHistory], rows: int, curves: Sequence[str]) -> Figure:
+    """Return curves of runs by name: one colour for each run."""
     figure, panels = _panels(2.0 * rows, rows, len(curves) // rows)
     for axes, curve in zip(panels, curves, strict=True):
         _draw(axes, curve, runs)

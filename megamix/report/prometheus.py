@@ -10,7 +10,6 @@ from megamix.report.metrics import TAGS, set_tag
 from megamix.report.trackers import Tracker
 
 _SHARE = "time_share/"
-_GIB = 2.0**30
 
 
 class _Metric(NamedTuple):
@@ -26,20 +25,21 @@ _RUNNING = _Metric("running", "gauge", "1 while the run trains, 0 when it has en
 _ROW = _Metric("last_row_timestamp_seconds", "gauge", "Time of the run's last row of values.")
 _UPDATES = _Metric("updates_total", "counter", "Updates so far.")
 _OTHER = _Metric("value", "gauge", "A value that has no metric of its own, by its tag in metrics.jsonl.")
-_METRICS = {
-    TAGS["loss"]: _Metric("loss_nats", "gauge", "Training loss a token."),
-    TAGS["valid_loss"]: _Metric("valid_loss_nats", "gauge", "Validation loss a token; set: that of one set."),
-    TAGS["tokens"]: _Metric("tokens_total", "counter", "Tokens of all updates so far."),
-    TAGS["lr"]: _Metric("learning_rate", "gauge", "Learning rate."),
-    TAGS["grad_norm"]: _Metric("gradient_norm", "gauge", "Norm of the gradient before clipping."),
-    TAGS["loss_scale"]: _Metric("loss_scale", "gauge", "Loss scale."),
-    TAGS["skipped_steps"]: _Metric("overflows_total", "counter", "Attempts that overflowed."),
-    TAGS["tokens_per_s"]: _Metric("tokens_per_second", "gauge", "Tokens of all ranks a second."),
-    TAGS["mfu"]: _Metric("flops_used_ratio", "gauge", "Model FLOPs over the devices' peak."),
-    TAGS["memory_gib"]: _Metric("memory_peak_bytes", "gauge", "Peak of the first rank's memory.", _GIB),
-    TAGS["eta_s"]: _Metric("remaining_seconds", "gauge", "Estimated time to the end."),
-    _SHARE: _Metric("time_share_ratio", "gauge", "Share of the wall time, by part."),
+_NAMED = {
+    "loss": _Metric("loss_nats", "gauge", "Training loss a token."),
+    "valid_loss": _Metric("valid_loss_nats", "gauge", "Validation loss a token; set: that of one set."),
+    "tokens": _Metric("tokens_total", "counter", "Tokens of all updates so far."),
+    "lr": _Metric("learning_rate", "gauge", "Learning rate."),
+    "grad_norm": _Metric("gradient_norm", "gauge", "Norm of the gradient before clipping."),
+    "loss_scale": _Metric("loss_scale", "gauge", "Loss scale."),
+    "skipped_steps": _Metric("overflows_total", "counter", "Attempts that overflowed."),
+    "tokens_per_s": _Metric("tokens_per_second", "gauge", "Tokens of all ranks a second."),
+    "mfu": _Metric("flops_used_ratio", "gauge", "Model FLOPs over the devices' peak."),
+    "memory_gib": _Metric("memory_peak_bytes", "gauge", "Peak of the first rank's memory.", 2.0**30),
+    "eta_s": _Metric("remaining_seconds", "gauge", "Estimated time to the end."),
 }
+_METRICS = {TAGS[name]: metric for name, metric in _NAMED.items()}
+_SHARES = _Metric("time_share_ratio", "gauge", "Share of the wall time, by part.")
 
 
 class PrometheusTracker(Tracker):
@@ -55,9 +55,9 @@ class PrometheusTracker(Tracker):
             if tag in _METRICS:
                 self._set(_METRICS[tag], value)
             elif tag.startswith(_SHARE):
-                self._set(_METRICS[_SHARE], value, "part", tag.removeprefix(_SHARE))
+                self._set(_SHARES, value, "part", tag.removeprefix(_SHARE))
             elif tag.startswith(set_tag("")):
-                self._set(_METRICS[TAGS["valid_loss"]], value, "set", tag.removeprefix(set_tag("")))
+                self._set(_NAMED["valid_loss"], value, "set", tag.removeprefix(set_tag("")))
             else:
                 self._set(_OTHER, value, "tag", tag)
         if TAGS["loss"] in values:  # the row of an overflow has the number of the update that it did not make

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -43,8 +43,7 @@ from megamix.tools.plan.stand_ins import (
 Machine = Literal["cpu", "gpu"]
 
 
-@dataclass(frozen=True, slots=True)
-class Activations:
+class Activations(NamedTuple):
     """Bytes of a step's forward and backward on one rank, beside the bytes that it holds between steps."""
 
     blocks: int  # bytes that all blocks keep from forward to backward, at the peak
@@ -81,10 +80,6 @@ class TracedWork:
         if not self.crowded or experts is None:
             return nullcontext()
         return crowded_experts(experts.top_k, experts.num_experts // self.division.ep_size)
-
-    def quantising(self) -> AbstractContextManager[object]:
-        """Return a context in which codes are made as by this work's kernels."""
-        return fused_codes() if self.machine == "gpu" and self.model.compile else nullcontext()
 
     @property
     def batch_bytes(self) -> int:
@@ -123,7 +118,7 @@ class TracedWork:
         return [first.setdefault((kind, *in_fp8.get(layer, ())), layer) for layer, kind in kinds]
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class StageMemory:
     """Bytes of one micro-batch in one stage.
 
@@ -162,8 +157,8 @@ def trace_stage(work: TracedWork, layers: range, *, is_first: bool = True, is_la
     twice = {kind: _trace(work, (kind, *kinds), is_first, is_last) for kind in kinds}
     found = dataclasses.replace(one)
     for kind, count in counts.items():
-        for name in (one_of.name for one_of in dataclasses.fields(one)):
-            added = getattr(twice[kind], name) - getattr(one, name)
+        for name, size in dataclasses.asdict(one).items():
+            added = getattr(twice[kind], name) - size
             setattr(found, name, getattr(found, name) + (count - 1) * added)
         found.blocks += count * (twice[kind].kept - one.kept)
     return found
@@ -172,11 +167,13 @@ def trace_stage(work: TracedWork, layers: range, *, is_first: bool = True, is_la
 @cache  # tracing takes most of a plan's time, and advice plans the same work for many ranks
 def _trace(work: TracedWork, like: tuple[int, ...], is_first: bool, is_last: bool) -> StageMemory:
     found = StageMemory()
-    on_meta = work.machine == "gpu" and family_of(work.model).runs_on_meta
-    with without_memory(on_gpu=on_meta) as device, few_slices(), work.routing(), work.quantising():
+    on_gpu = work.machine == "gpu"
+    quantising = fused_codes() if on_gpu and work.model.compile else nullcontext()
+    on_meta = on_gpu and family_of(work.model).runs_on_meta
+    with without_memory(on_gpu=on_meta) as device, few_slices(), work.routing(), quantising:
         model = work.build((*like[: not is_first], *like, *like[: not is_last]))  # missing ends get blocks of their own
         place(model, work.dtype, device)
-        for module in model.modules() if work.machine == "gpu" else ():
+        for module in model.modules() if on_gpu else ():
             if isinstance(ops := getattr(module, "ops", None), Ops):
                 module.ops = with_kernels(ops, CompiledGpuShapes if work.model.compile else GpuShapes)  # type: ignore[assignment]  # nn.Module's attributes are tensors or modules to mypy
         stage = Stage(model, range(not is_first, len(like) + (not is_first)))
@@ -191,13 +188,13 @@ def _trace(work: TracedWork, like: tuple[int, ...], is_first: bool, is_last: boo
             halves = work.in_halves and not is_first  # the first stage's second half is its whole backward
             # Most batches have few documents. On a CPU each document is computed alone, in less memory than without
             # packing.
-            packed = (torch.zeros_like(targets), 1) if work.packed and work.machine == "gpu" else ()
+            packed = (torch.zeros_like(targets), 1) if work.packed and on_gpu else ()
             run = partial(stage, x, targets, *packed)
             if halves:
                 _trace_halves(stage, run, x, grads, meter, found)
 
             def blocks_are_done() -> None:
-                found.backward_blocks = max(found.backward_blocks, meter.peak())
+                found.backward_blocks = meter.peak()
 
             stop_watching = watch_backward(model, model.blocks[stage.layers.start], blocks_are_done)
             versions = [(buffer, buffer._version) for buffer in model.buffers()]
@@ -272,11 +269,10 @@ def place(part: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
     """Give a module of the meta device parameters in half on `device`; shared ones stay shared."""
     placed: dict[nn.Parameter, nn.Parameter] = {}
     for module in part.modules():
-        for name, param in module._parameters.items():
-            if param is not None and param not in placed:
+        for name, param in module.named_parameters(recurse=False):
+            if param not in placed:
                 # The tensors are made here: nn.Module.to() cannot swap tensors to which a tracker refers.
                 placed[param] = nn.Parameter(torch.empty(param.shape, dtype=dtype, device=device), param.requires_grad)
-            module._parameters[name] = None if param is None else placed[param]
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
+            module._parameters[name] = placed[param]
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = torch.empty_like(buffer, device=device)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from megamix.config import Config, FirstLayers, axis_sizes, check_world_size
 from megamix.config.checks import check_config
@@ -21,8 +20,7 @@ SAVES = 0.1  # share of the peak that a change saves at least, if the job does n
 Keys = Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Advice:
+class Advice(NamedTuple):
     """Change in the words of the configuration, and the peak that follows."""
 
     change: str

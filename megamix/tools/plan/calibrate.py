@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 import numpy as np
 
-from megamix.tools.plan.ridge import Vector, inverse, ridge
+from megamix.tools.plan.ridge import Vector, ridge
 from megamix.tools.plan.time_constants import FittedConstants, TimeConstants
 from megamix.tools.plan.time_hardware import Hardware
 from megamix.tools.plan.time_model import step_time
@@ -22,8 +22,7 @@ UNPROVEN_FACTOR, UNPROVEN_STEPS = 5, 3
 COMPUTING = ("products", "attention", "between", "recompute", "tp", "cp", "ep")
 
 
-@dataclass(frozen=True, slots=True)
-class MeasuredStep:
+class MeasuredStep(NamedTuple):
     """Median seconds of a run's steps, and of their largest part that a log tells."""
 
     job: TimedJob
@@ -62,7 +61,7 @@ def calibrate(steps: Sequence[MeasuredStep], constants: FittedConstants) -> Fitt
     proven = all(step.hardware.proven for step in steps)
     priors = constants.covariance if proven else np.minimum(UNPROVEN_FACTOR**2 * constants.covariance, 1)
     errors = (1 if proven else UNPROVEN_STEPS) * np.tile([STEP_ERROR, PART_ERROR], len(steps))
-    precision = inverse(priors)
+    precision = np.linalg.inv(priors)
     fit = ridge(predict, measured, errors, constants.logs, precision)
     rest, moved = (measured - predict(fit.logs)) / errors, fit.logs - constants.logs
     surprise = float(rest @ rest + moved @ precision @ moved) / len(measured)  # about 1 if priors and errors are right

@@ -7,7 +7,7 @@ left out.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -18,11 +18,18 @@ from megamix.mixed_precision.settings import Precision
 from megamix.mixed_precision.update_slice import UpdateGroup
 
 FP32 = torch.float32.itemsize
-AVERAGED = "FP32 average of the weights"  # its category
+AVERAGED = "FP32 average of the weights"
+HELD = {  # field of BucketBytes by category
+    "half parameters": "params",
+    "half gradients": "grads",
+    "FP32 sums of micro-batches": "total",
+    "FP32 masters": "master",
+    AVERAGED: "average",
+    "optimizer states": "states",
+}
 
 
-@dataclass(frozen=True, slots=True)
-class Filling:
+class Filling(NamedTuple):
     """Bytes of temporary buffers while backward fills one bucket."""
 
     bucket: BucketPlan
@@ -55,15 +62,8 @@ class EngineMemory:
 
     def held(self) -> dict[str, int]:
         """Return the bytes held between steps, by category."""
-        storage = self.buckets[0].storage
-        return {
-            "half parameters": 0 if storage.params_pass else sum(bucket.params for bucket in self.buckets),
-            "half gradients": 0 if storage.grads_pass else sum(bucket.grads for bucket in self.buckets),
-            "FP32 sums of micro-batches": 0 if storage.grads_pass else sum(bucket.total for bucket in self.buckets),
-            "FP32 masters": sum(bucket.master for bucket in self.buckets),
-            AVERAGED: sum(bucket.average for bucket in self.buckets),
-            "optimizer states": sum(bucket.states for bucket in self.buckets),
-        }
+        both = [*zip(self.buckets, self.passing, strict=True)]
+        return {name: sum(getattr(all, of) - getattr(now, of) for all, now in both) for name, of in HELD.items()}
 
     def tables(self, num_updates: int) -> int:
         """Return the bytes of the tables of the pieces' borders and places, and of a learning rate for each update.
@@ -93,7 +93,9 @@ class EngineMemory:
             grads = sum(one.grads for one in filled)
             sums = self._scratch(self.buckets[:number]) + sum(one.total for one in self.passing)
             sums += sum(one.rank_sum for one in (travelling if self._owner_adds else before))
-            found.append(Filling(bucket.plan, params, grads, self._waiting(bucket.plan), sums))
+            numels = [slot.spec.numel for slot in bucket.plan.slots]
+            waiting = self._precision.dtype.itemsize * sum(numel for numel in numels if numel < tuned.SMALL_GRAD)
+            found.append(Filling(bucket.plan, params, grads, waiting, sums))
         return found
 
     def accumulated(self) -> int:
@@ -153,10 +155,6 @@ class EngineMemory:
         return (1 + max(halves)) * FP32 * tuned.chunk(tuned.UPDATE_CHUNK, self.largest_shard, on_gpu=self.on_gpu)
 
     # Parts of the above.
-
-    def _waiting(self, bucket: BucketPlan) -> int:
-        numels = [slot.spec.numel for slot in bucket.slots]
-        return self._precision.dtype.itemsize * sum(numel for numel in numels if numel < tuned.SMALL_GRAD)
 
     def _compared(self, shard_numel: int) -> int:
         """Return the bytes of a comparison of half parameters and masters, chunk by chunk.

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from megamix.config import Config
 from megamix.tools.plan.memory_plan import MemoryPlan, plan_memory
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertRows:
+class ExpertRows(NamedTuple):
     """Rows of one layer's experts on one rank, of a micro-batch of each rank that shares these experts."""
 
     even: int  # rows if experts get equally many; the plan counts these
@@ -27,9 +26,10 @@ def expert_rows(config: Config, plan: MemoryPlan, limit: int | None) -> ExpertRo
     worst = tokens * section.ep_size * min(experts.top_k, experts.num_experts // section.ep_size)
     even = worst if section.ep_method == "gather" else tokens * experts.top_k  # a gather has room for the worst
     worst_peak = plan_memory(config, plan.axes["dp"], plan.machine, crowded=True).peak
-    if limit is None or limit < plan.peak:
-        return ExpertRows(even, worst, worst_peak, None)
-    # The bytes at any moment are linear in the rows, and the peak is their maximum. So between both ends the peak lies
-    # on the straight line or below, and this share of the further rows fits.
-    share = 1.0 if worst_peak <= limit else (limit - plan.peak) / (worst_peak - plan.peak)
-    return ExpertRows(even, worst, worst_peak, 1 + (worst / even - 1) * share)
+    factor = None
+    if limit is not None and limit >= plan.peak:
+        # The bytes at any moment are linear in the rows, and the peak is their maximum. So between both ends the peak
+        # lies on the straight line or below, and this share of the further rows fits.
+        share = 1.0 if worst_peak <= limit else (limit - plan.peak) / (worst_peak - plan.peak)
+        factor = 1 + (worst / even - 1) * share
+    return ExpertRows(even, worst, worst_peak, factor)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 from megamix.config import Config, FirstLayers, ParallelismConfig, axis_sizes
 from megamix.config.batch_ramp import sizes_by_key
@@ -27,8 +27,7 @@ SCHEDULES = [{"pp_schedule": name, "pp_stages_per_rank": count} for name, counts
 SHARDS = get_args(ParallelismConfig.model_fields["shard"].annotation)
 
 
-@dataclass(frozen=True, slots=True)
-class TimedLayout:
+class TimedLayout(NamedTuple):
     """One division of a job."""
 
     config: Config
@@ -99,10 +98,11 @@ class LayoutSearch:
         """
         done: list[object] = []
         for shard in shards:
-            for recompute in self._recomputes(config.with_keys(parallelism={"shard": shard}), more):
+            sharded = config.with_keys(parallelism={"shard": shard})
+            for recompute in self._recomputes(sharded, more):
                 if recompute not in done:
                     done.append(recompute)
-                    layout = config.with_keys(parallelism={"shard": shard}, model={"recompute": recompute})
+                    layout = sharded.with_keys(model={"recompute": recompute})
                     job = timed_job(layout, config.parallelism.dp_size or 1)
                     yield TimedLayout(layout, job, step_time(job, self.hardware, self.constants.values))
             if "none" in done:
@@ -121,8 +121,7 @@ class LayoutSearch:
             return
         if least.of("selective") <= limit:
             yield "selective"
-        fewest = least.fewest_first(limit)
-        if fewest is not None:
+        if (fewest := least.fewest_first(limit)) is not None:
             # In a pipeline the first layers alone would slow the first rank, for which all others wait.
             every = fewest >= config.model.num_layers or config.parallelism.pp_size > 1
             yield "full" if every else FirstLayers(full=fewest)
@@ -132,13 +131,11 @@ def mesh_text(config: Config) -> str:
     """Return a layout in words."""
     ranks, model = config.parallelism, config.model
     sizes = {"dp": ranks.dp_size or 1, **axis_sizes(ranks), "ep": ranks.ep_size}
-    parts = [" x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "1 rank", ranks.shard]
+    mesh = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "1 rank"
     full = model.recompute
-    parts += [f"recompute {full.full:g} layers" if isinstance(full, FirstLayers) else f"recompute {full}"]
-    parts += [f"micro-batch {config.training.micro_batch_size}"]
-    if ranks.pp_size > 1:
-        parts.append(f"{ranks.pp_schedule} x {ranks.pp_stages_per_rank}")
-    return ", ".join(parts)
+    again = f"{full.full:g} layers" if isinstance(full, FirstLayers) else full
+    text = f"{mesh}, {ranks.shard}, recompute {again}, micro-batch {config.training.micro_batch_size}"
+    return f"{text}, {ranks.pp_schedule} x {ranks.pp_stages_per_rank}" if ranks.pp_size > 1 else text
 
 
 def _divisors(number: int, most: int) -> list[int]:

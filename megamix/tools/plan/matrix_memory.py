@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import chain
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -59,7 +59,10 @@ def plan_matrices(
         blocks = range(topology.along(axis).size) if isinstance(axis, str) else (None,)
         places = [Place(shard, block) for shard in shards for block in blocks]
         homes_of_axis = find_homes(layout, numbers, places)
-        by_rank = [_states(homes_of_axis, rank, optimizer) for rank in range(len(places))]
+        by_rank = [0] * len(places)
+        for rank, homes in product(range(len(places)), homes_of_axis):
+            sizes = (optimizer.matrix_states(matrix.rows, matrix.columns).values() for matrix in homes.of(rank))
+            by_rank[rank] += FP32 * sum(map(sum, sizes))
         own = topology.owners_of(None) if isinstance(axis, str) else axes[axis]
         states += by_rank[own.rank] if own_states else max(by_rank)
         found += homes_of_axis
@@ -68,7 +71,7 @@ def plan_matrices(
     moved = [size * sum(part.numel for part in homes.sent) for homes in found]
     of_each = sum(sent // len(homes.parts) for sent, homes in zip(moved, found, strict=True))
     numel = sum(spec.numel for spec in specs)
-    turn = cache(partial(_turn, optimizer, on_gpu=engine.on_gpu))
+    turn = cache(partial(_turn, optimizer, engine.on_gpu))
     by_number = {homes.number: homes for homes in found}
     of_buckets = [(bucket, by_number.get(number)) for number, bucket in enumerate(engine.passing)]
     most = engine.update() + max(bucket.params for bucket in engine.passing)
@@ -80,12 +83,6 @@ def plan_matrices(
         most, states, len(numels), travelling, sum(moved) / max(sum(numels), 1), of_each,
         layout.padded_numel / numel - 1, _whole_from(specs, [axis.size for axis in axes]) if of_each else None,
     )  # fmt: skip
-
-
-def _states(found: Sequence[BucketMatrices], rank: int, optimizer: Muon) -> int:
-    """Return the bytes of the states of the matrices that a rank computes with."""
-    own = chain.from_iterable(homes.of(rank) for homes in found)
-    return FP32 * sum(sum(optimizer.matrix_states(matrix.rows, matrix.columns).values()) for matrix in own)
 
 
 def _whole_from(specs: Sequence[ParamSpec], axis_sizes: Sequence[int]) -> int | None:
@@ -132,7 +129,7 @@ def _update_of(
     return _Update((max(momentum, both), max(both, arrived + turn), max(both, direction)), both)
 
 
-def _turn(optimizer: Muon, rows: int, columns: int, *, on_gpu: bool) -> int:
+def _turn(optimizer: Muon, on_gpu: bool, rows: int, columns: int) -> int:
     """Return the peak bytes while a matrix is made orthogonal."""
     with without_memory(on_gpu=on_gpu) as device, LiveStorage(counts_meta=True) as tracker:
         lengths = optimizer.matrix_states(rows, columns)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from megamix.builders.objects import build_optimizer, build_precision, plan_pipeline
 from megamix.checkpoint.snapshot import pinned_sizes
 from megamix.comm.topology import Topology
-from megamix.config import Config, ParallelismConfig, axis_sizes, grad_accum_steps
+from megamix.config import Config, axis_sizes, grad_accum_steps
 from megamix.mixed_precision.bucket import BucketBytes
 from megamix.mixed_precision.census import take_census
 from megamix.mixed_precision.engine import ShardedEngine
@@ -22,7 +22,6 @@ from megamix.mixed_precision.muon import Muon
 from megamix.mixed_precision.optimizers import Optimizer
 from megamix.mixed_precision.settings import Sharding
 from megamix.parallel.build import outline
-from megamix.parallel.stages import StagePlan
 from megamix.plugins import MORE_AXES
 from megamix.run.least_memory import amount
 from megamix.tools.plan.activations import Activations, Machine, TracedWork, trace_stage
@@ -34,7 +33,6 @@ from megamix.tools.plan.pipeline_memory import PipelineRank
 LOADED_BATCHES = 5
 PIPELINE, EVALUATION = "buffers of the pipeline", "buffers of an evaluation"
 LATER = (PIPELINE, EVALUATION, AVERAGED)  # absent while the engine is built
-StagesAndOptimizer = tuple[list[StagePlan], Optimizer]  # stages of all of a pipeline's ranks, and the optimizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +68,7 @@ class MemoryPlan:
 
     @property
     def peak_phase(self) -> str:
-        return max(self.phases, key=lambda phase: self.phases[phase])
+        return max(self.phases, key=self.phases.__getitem__)
 
 
 def plan_memory(
@@ -81,9 +79,9 @@ def plan_memory(
 
     Raises: ValueError if the global batch does not divide.
     """
-    known = plan_pipeline(config), optimizer or build_optimizer(config)
+    optimizer = optimizer or build_optimizer(config)
     ranks = range(config.parallelism.pp_size)
-    plans = (plan_rank(config, dp_size, pp_rank, machine, known, crowded=crowded) for pp_rank in ranks)
+    plans = (plan_rank(config, dp_size, pp_rank, machine, optimizer, crowded=crowded) for pp_rank in ranks)
     return max(plans, key=lambda plan: plan.peak)
 
 
@@ -92,19 +90,14 @@ def plan_rank(
     dp_size: int,
     pp_rank: int,
     machine: Machine,
-    known: StagesAndOptimizer | None = None,
+    optimizer: Optimizer | None = None,
     *,
     crowded: bool = False,
 ) -> MemoryPlan:
     """Return the plan of one of a pipeline's ranks; see `plan_memory`."""
     mesh = Topology.place(0, dp=dp_size, ep_size=config.parallelism.ep_size, **axis_sizes(config.parallelism))
     part = _plan_part(
-        config,
-        dp_size,
-        mesh.pp.ranks[pp_rank],
-        machine,
-        known or (plan_pipeline(config), build_optimizer(config)),
-        crowded=crowded,
+        config, dp_size, mesh.pp.ranks[pp_rank], machine, optimizer or build_optimizer(config), crowded=crowded
     )
     activations = _activations(part)
     passes = _passes(part, activations)
@@ -135,19 +128,12 @@ def held_memory(config: Config, dp_size: int, rank: int, machine: Machine) -> tu
 
     It asks nothing of other ranks: one rank alone may call it while the others train.
     """
-    part = _plan_part(config, dp_size, rank, machine, (plan_pipeline(config), build_optimizer(config)), own_states=True)
+    part = _plan_part(config, dp_size, rank, machine, build_optimizer(config), own_states=True)
     return part.held, _host(config, part)
 
 
+# Keys of [parallelism] that decide how a micro-batch is divided: a change of another key does not trace it again.
 _DIVIDING = ("cp_size", "cp_method", "ep_size", "ep_method", "tp_size", "sequence_parallel")
-
-
-def _division(section: ParallelismConfig) -> ParallelismConfig:
-    """Return the section with only the keys that decide how a micro-batch is divided, so that a change of another key
-    does not trace it again.
-    """
-    kept = {key: getattr(section, key) for key in (*_DIVIDING, *MORE_AXES.sections)}
-    return type(section)(**kept)
 
 
 class _RankPart(NamedTuple):
@@ -162,11 +148,10 @@ class _RankPart(NamedTuple):
 
 
 def _plan_part(
-    config: Config, dp_size: int, rank: int, machine: Machine, known: StagesAndOptimizer, *, own_states: bool = False,
+    config: Config, dp_size: int, rank: int, machine: Machine, optimizer: Optimizer, *, own_states: bool = False,
     crowded: bool = False,
 ) -> _RankPart:  # fmt: skip
-    stages, optimizer = known
-    section, training = config.parallelism, config.training
+    stages, section, training = plan_pipeline(config), config.parallelism, config.training
     topology = Topology.place(rank, dp=dp_size, ep_size=section.ep_size, **axis_sizes(section))
     plain = config.model.model_copy(update={"compile": False})
     module, placements = outline(plain, section, topology, stages)
@@ -199,7 +184,7 @@ def _plan_part(
         dtype=precision.dtype,
         machine=machine,
         packed=config.data.packing == "documents",
-        division=_division(section),
+        division=type(section)(**{key: getattr(section, key) for key in (*_DIVIDING, *MORE_AXES.sections)}),
         fp8=config.precision.fp8,
         in_halves=bool(stages) and section.pp_schedule.endswith("zero_bubble"),
         crowded=crowded,
@@ -221,17 +206,13 @@ def _activations(part: _RankPart) -> Activations:
     )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class _Pass:
+class _Pass(NamedTuple):
     """Peak bytes of forward, of backward through the blocks, or of the rest of backward."""
 
     blocks: int  # bytes that blocks keep for backward
     work: int  # other activations
     params: int  # temporary half parameters
     grads: int
-
-    def all(self) -> int:
-        return self.blocks + self.work + self.params + self.grads
 
 
 def _passes(part: _RankPart, activations: Activations) -> dict[str, _Pass]:
@@ -251,8 +232,8 @@ def _passes(part: _RankPart, activations: Activations) -> dict[str, _Pass]:
     two_units = max(filling.params for filling in fillings)  # bytes of two units, which forward needs, too
     return {
         "forward": _Pass(activations.blocks, activations.forward - activations.blocks, two_units, accumulated),
-        "backward": max(backward[:end], key=_Pass.all),
-        "end": max(behind[end:] or behind[-1:], key=_Pass.all),
+        "backward": max(backward[:end], key=sum),
+        "end": max(behind[end:] or behind[-1:], key=sum),
     }
 
 
@@ -263,7 +244,7 @@ def _blocks(bucket: BucketPlan) -> list[str]:
 
 
 def _in_step(passes: dict[str, _Pass], activations: Activations) -> dict[str, int]:
-    most = max(passes.values(), key=_Pass.all)
+    most = max(passes.values(), key=sum)
     others = min(activations.others, most.work)
     return {
         "activations of the blocks": most.blocks,
@@ -280,8 +261,8 @@ def _phases(part: _RankPart, passes: dict[str, _Pass]) -> dict[str, int]:
     later = sum(size for name, size in part.held.items() if name in LATER)
     return {
         "build": held - later + engine.building(),
-        "forward": held + passes["forward"].all(),
-        "backward": held + max(passes["backward"].all(), passes["end"].all(), engine.reduce()),
+        "forward": held + sum(passes["forward"]),
+        "backward": held + max(sum(passes["backward"]), sum(passes["end"]), engine.reduce()),
         "statistics": held + engine.statistics(),
         "update": held + engine.sums() + (part.matrices.update if part.matrices else engine.update()),
         "final weights": held + FP32 * max(bucket.plan.padded_numel for bucket in engine.buckets),

@@ -7,9 +7,9 @@ are added up in the order of the schedule's own timetable.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import cache
 from types import SimpleNamespace
+from typing import NamedTuple
 
 from megamix.config import evaluated_at_once
 from megamix.parallel.stages import StagePlan
@@ -36,13 +36,12 @@ def timetables(schedule: str, stage_ranks: tuple[int, ...], micro_batches: int) 
         if stage_ranks[index] == 0
     ]
     built = SCHEDULES[schedule](own[0] if schedule == "1f1b" else own, micro_batches)
-    orders = [[action for action in built.pipeline_order[rank] if action is not None] for rank in range(ranks)]
+    orders = [filter(None, built.pipeline_order[rank]) for rank in range(ranks)]
     passes = [[(str(action.computation_type.value), action.stage_index) for action in order] for order in orders]
-    return [[(kind, stage) for kind, stage in order if kind in _ACTIONS] for order in passes]
+    return [[one for one in order if one[0] in _ACTIONS] for order in passes]
 
 
-@dataclass(frozen=True, slots=True)
-class PipelineRank:
+class PipelineRank(NamedTuple):
     """One rank of a pipeline, and the passes that it runs in a step."""
 
     work: TracedWork  # work of one micro-batch in a stage

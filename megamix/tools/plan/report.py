@@ -59,9 +59,9 @@ def _record(config: Config, plan: MemoryPlan, limit: int | None) -> dict[str, ob
     advice = advise(config, plan, limit) if limit is not None and not fits else []
     return {
         **dataclasses.asdict(plan), "resident": plan.resident, "peak": plan.peak, "peak_phase": plan.peak_phase,
-        "memory": limit, "fits": fits, "experts": experts and dataclasses.asdict(experts),
+        "memory": limit, "fits": fits, "experts": experts and experts._asdict(),
         "shards": dict(by_shard(config, plan)),
-        "advice": [dataclasses.asdict(one) for one in advice],
+        "advice": [one._asdict() for one in advice],
     }  # fmt: skip
 
 

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
+from numpy.linalg import inv
 from numpy.typing import NDArray
 
-Vector = NDArray[np.float64]
+Vector = NDArray[np.floating]
 ROUNDS = 4
 STEP = 1e-4  # of a logarithm, for derivatives
 
 
-@dataclass(frozen=True, slots=True)
-class RidgeFit:
+class RidgeFit(NamedTuple):
     """Constants as logarithms (n,), and their covariance (n, n)."""
 
     logs: Vector
@@ -30,7 +30,7 @@ def ridge(
     relative standard deviation of each row. priors: logarithms of constants. precision: inverse covariance (n, n) of
     the priors.
     """
-    fit = RidgeFit(priors, inverse(precision))
+    fit = RidgeFit(priors, inv(precision))
     for _ in range(ROUNDS):
         predicted = predict(fit.logs)
         derivatives = differentiate(predict, fit.logs, predicted)
@@ -43,7 +43,7 @@ def solve(
 ) -> RidgeFit:
     """Return the constants after one step from `logs`. `rest`: what `logs` leaves unexplained."""
     weights = errors**-2
-    covariance = inverse((derivatives.T * weights) @ derivatives + precision)
+    covariance = inv((derivatives.T * weights) @ derivatives + precision)
     gradient = (derivatives.T * weights) @ rest + precision @ (priors - logs)
     return RidgeFit(logs + covariance @ gradient, covariance)
 
@@ -52,7 +52,3 @@ def differentiate(predict: Callable[[Vector], Vector], logs: Vector, predicted: 
     """Return the derivatives (rows, n) of `predict` at `logs`."""
     steps = STEP * np.eye(len(logs))
     return np.stack([(predict(logs + step) - predicted) / STEP for step in steps], axis=1)
-
-
-def inverse(matrix: Vector) -> Vector:
-    return np.asarray(np.linalg.inv(matrix), dtype=np.float64)

@@ -10,7 +10,6 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megamix.model import fp8, wide
 from megamix.model import ops as operations
@@ -160,7 +159,6 @@ class _Kernel(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         inputs = ctx.saved_tensors[: ctx.num_inputs]
         scratch = grad.new_empty(ctx.scratch_bytes, dtype=torch.uint8)

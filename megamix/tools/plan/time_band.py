@@ -23,6 +23,7 @@ UNPROVEN_ERROR = 0.1  # of machines without measured rows
 def time_band(job: TimedJob, hardware: Hardware, constants: FittedConstants) -> float:
     """Return the relative half-width of the band that holds 90 % of the steps that a job like `job` will take."""
     time = step_time(job, hardware, constants.values)
+    parts = time.parts
 
     def predict(logs: Vector) -> Vector:
         return np.log([step_time(job, hardware, TimeConstants.of(logs)).seconds])
@@ -30,8 +31,7 @@ def time_band(job: TimedJob, hardware: Hardware, constants: FittedConstants) -> 
     moves = differentiate(predict, constants.logs, predict(constants.logs))[0]
     variance = ROW_ERROR**2 + (0 if hardware.proven else UNPROVEN_ERROR**2) + moves @ constants.covariance @ moves
     variance += FP8_ERROR**2 if job.fp8 else 0
-    unseen = UNSEEN_ERROR * (time.parts["cp"] + time.parts["ep"]) / time.seconds
+    unseen = UNSEEN_ERROR * (parts["cp"] + parts["ep"]) / time.seconds
     if job.cp > 1:
-        parts = time.parts
         unseen += PIECES_ERROR * parts["attention"] / (parts["products"] + parts["attention"] + parts["between"])
     return NINETY * math.sqrt(variance + unseen**2)

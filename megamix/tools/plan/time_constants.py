@@ -5,6 +5,7 @@ from __future__ import annotations
 import tomllib
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -34,8 +35,7 @@ class TimeConstants:
         return cls(**dict(zip((field.name for field in fields(cls)), np.exp(logs).tolist(), strict=True)))
 
 
-@dataclass(frozen=True, slots=True)
-class FittedConstants:
+class FittedConstants(NamedTuple):
     """Constants, and the covariance (n, n) of their logarithms, in the order of TimeConstants."""
 
     values: TimeConstants

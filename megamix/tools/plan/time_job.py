@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megamix.config import Config, ModelConfig, stages_per_rank
+from megamix.config import Config, stages_per_rank
 from megamix.model import sizes
 from megamix.names import matches
 from megamix.tools.plan.time_work import Recompute, TimedJob, Traffic
@@ -27,6 +27,8 @@ def timed_job(config: Config, dp_size: int) -> TimedJob:
     if config.optimizer.name not in UPDATE_BYTES:
         known = ", ".join(UPDATE_BYTES)
         raise ValueError(f'optimizer.name: got "{config.optimizer.name}"; time is planned for {known} alone')
+    repeated = sizes.num_repeated(model) / model.num_layers
+    half = sum(matches(f"blocks.{layer}.", fp8.but) for layer in range(model.num_layers))  # one pattern names all of it
     return TimedJob(
         model=model,
         micro_batch=training.micro_batch_size,
@@ -42,39 +44,25 @@ def timed_job(config: Config, dp_size: int) -> TimedJob:
         stages=stages_per_rank(ranks),
         cp_heads=ranks.cp_method == "heads",
         kernels="compiled" if model.compile else "fused",
-        fp8=_fp8_share(config),
+        fp8=0.0 if fp8.recipe == "none" else 1 - half / model.num_layers,
         fp8_weights=fp8.weight_grad == "fp8",
-        recompute=_recompute(model),
+        recompute=Recompute(repeated, repeated, 1.0 if model.recompute == "selective" else repeated),
         traffic=_traffic(config, dp_size),
         muon=config.optimizer.name == "muon",
     )
-
-
-def _fp8_share(config: Config) -> float:
-    """Return the share of the layers whose products are in FP8; a layer is left out if one pattern names all of it."""
-    fp8, layers = config.precision.fp8, range(config.model.num_layers)
-    half = sum(matches(f"blocks.{layer}.", fp8.but) for layer in layers)
-    return 0.0 if fp8.recipe == "none" else 1 - half / len(layers)
-
-
-def _recompute(model: ModelConfig) -> Recompute:
-    share = sizes.num_repeated(model) / model.num_layers
-    return Recompute(share, share, 1.0 if model.recompute == "selective" else share)
 
 
 def _traffic(config: Config, dp_size: int) -> Traffic:
     model, ranks, training = config.model, config.parallelism, config.training
     count = training.global_batch_size // (training.micro_batch_size * dp_size * ranks.replicas)
     by_block = ranks.shard == "parameters"
-    reductions = count if ranks.accumulate == "owner" else 1
-    precision = config.precision
-    wide = precision.reduce_dtype == "fp32" or (precision.reduce_dtype is None and precision.grad_dtype == "fp32")
+    dtype = config.precision.reduce_dtype or config.precision.grad_dtype
     moved = UPDATE_BYTES[config.optimizer.name][getattr(config.optimizer, config.optimizer.name).state_dtype == "bf16"]
     return Traffic(
         gathers=2 * count if by_block else 1,  # each block before its forward and before its backward
-        reductions=reductions,
+        reductions=count if ranks.accumulate == "owner" else 1,
         pieces=model.num_layers // ranks.pp_size + 1,
         hidden_by=(count if by_block else 1) if ranks.overlap else 0,
-        reduce_bytes=4 if wide else 2,
+        reduce_bytes=4 if dtype == "fp32" else 2,
         update_bytes=moved,
     )

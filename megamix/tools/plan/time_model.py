@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import ceil, inf, log2
 from typing import NamedTuple
 
 from megamix.model import sizes
 from megamix.tools.plan.time_constants import TimeConstants
 from megamix.tools.plan.time_hardware import Hardware
-from megamix.tools.plan.time_work import TimedJob, attention_flops
+from megamix.tools.plan.time_work import TimedJob
 
 TILE_ROWS, TILE_COLUMNS = 128, 256  # of a product, on one multiprocessor
 # Sequence at which a causal kernel has half its rate, about as in published curves of FlashAttention-2 on H100.
@@ -49,8 +48,7 @@ BETWEEN = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class StepTime:
+class StepTime(NamedTuple):
     """Seconds of a step.
 
     parts: products, attention, between (operations between products), recompute; tp, dp, cp, ep (communication that
@@ -81,10 +79,6 @@ class Passes(NamedTuple):
     forward: float
     inputs: float
     weights: float
-
-    @property
-    def total(self) -> float:
-        return self.forward + self.inputs + self.weights
 
     def times(self, factor: float) -> Passes:
         return Passes(*(factor * seconds for seconds in self))
@@ -126,15 +120,15 @@ class _Step:
         again = self._again(products, attention, forward_between)
         tp, cp, ep = (layers * seconds for seconds in (self._tp(), self._cp(), self._ep()))
         count = job.micro_batches
-        work = products.total + attention.total + forward_between + backward_between + again + tp + cp + ep
+        work = sum(products) + sum(attention) + forward_between + backward_between + again + tp + cp + ep
         parts = {
-            "products": count * (products.total + head.total),
-            "attention": count * attention.total,
+            "products": count * (sum(products) + sum(head)),
+            "attention": count * sum(attention),
             "between": count * (forward_between + backward_between + logits + cast),
             "recompute": count * again,
             "tp": count * tp,
             "bubble": self._bubble(work, products.weights) + self._transfers(),
-            "dp": self._dp(work + head.total + logits),
+            "dp": self._dp(work + sum(head) + logits),
             "cp": count * cp,
             "ep": count * ep,
             "update": self._update(),
@@ -197,8 +191,10 @@ class _Step:
     def _attention(self) -> Passes:
         """Return the seconds of a layer's scores and weighted sums, which have no weights."""
         model, width = self.model, sizes.head_dim(self.model)
+        layers = range(model.num_layers if model.windows else 1)  # without windows all are alike
+        counted = sum(sizes.attention_flops(model, layer, 2 * self.query) for layer in layers) / len(layers)
         # Forward has four of the twelve parts that the FLOP rule counts, and computes only the causal half of them.
-        operations = self.tokens / self.job.tp * attention_flops(model) / model.num_layers / 6
+        operations = self.tokens / self.job.tp * counted / 6
         rate = self.flops * self.constants.attention_rate
         if self.hardware.gpu:
             rate *= model.seq_len / (model.seq_len + HALF_RATE_SEQ) * min(1.0, 1.25 * width / (width + 32))
@@ -212,16 +208,15 @@ class _Step:
         """Return the seconds of a layer's operations between products: forward, backward."""
         model, cost = self.model, self.cost
         rotated = self.query + self.key if model.position == "rotary" else 0
-        summed = (0 if self.job.fused_projections else 2) + (1 if self.gated else 0)
+        summed = 2 * (not self.job.fused_projections) + self.gated
         middle, norms = cost.gate if self.gated else cost.activation, 4 if model.norm_place == "both" else 2
-        wide = self.ffn * (1 - self.expert_share)
-        inner = wide
+        inner = wide = self.ffn * (1 - self.expert_share)
         if (experts := model.experts) is not None:
             inner += self.expert_share * (
                 experts.top_k * experts.ffn_hidden_size + (experts.shared_ffn_hidden_size or 0)
             )
         read = 2 * self.hidden + self.query + wide  # inputs of a layer's products, and then their results
-        made = 2 * self.hidden + self.query + 2 * self.key + wide * (2 if self.gated else 1)
+        made = 2 * self.hidden + self.query + 2 * self.key + wide * (1 + self.gated)
         cast = [FP8_CAST_BYTES * self.job.fp8 * elements for elements in (read, made)]
         hidden = self.hidden * (self.job.tp if self.job.tp_whole else 1)
         forward, backward = (
@@ -265,10 +260,10 @@ class _Step:
         job, query, key = self.job, self.query / self.job.tp, self.key / self.job.tp
         link, share = self._link(job.tp, job.cp), (job.cp - 1) / job.cp
         if job.cp_heads:  # queries, keys, values and results travel, forward and backward
-            times, moved = 4, 4 * self.tokens * (query + key) * 2 * share
+            times, each = 4, query + key
         else:  # keys and values are gathered, and their gradients are scattered; backward gathers again
-            times, moved = 3, 3 * self.tokens * job.cp * 2 * key * 2 * share
-        return moved / link + times * log2(job.cp) * self.hardware.wake_s
+            times, each = 3, job.cp * 2 * key
+        return times * (self.tokens * each * 2 * share / link + log2(job.cp) * self.hardware.wake_s)
 
     def _ep(self) -> float:
         """Return the seconds of a layer's exchange of tokens: there and back, forward and backward."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megamix.config import ModelConfig
-from megamix.model import sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +70,3 @@ class TimedJob:
     @property
     def step_tokens(self) -> int:
         return self.global_batch * self.model.seq_len
-
-
-def attention_flops(model: ModelConfig) -> int:
-    """Return the operations of a token's scores and weighted sums in all layers; the causal half is not subtracted."""
-    elements = 2 * model.num_heads * sizes.head_dim(model)
-    layers = range(model.num_layers if model.windows else 1)  # without windows all are alike
-    return sum(sizes.attention_flops(model, layer, elements) for layer in layers) * model.num_layers // len(layers)

@@ -3,7 +3,7 @@ worst case, and within the memory for which it names a factor.
 """
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -129,7 +129,7 @@ def test_the_report_says_what_uneven_routing_takes():
     (most,) = (line for line in lines if " 2.00 times as many" in line)
     assert most.endswith('; model.recompute = "full" keeps the least of a row')
     (text,) = report_lines(config, 4, "gpu", plan.peak, as_json=True)
-    assert json.loads(text)["experts"] == asdict(rows) | {"factor": 1.0}
+    assert json.loads(text)["experts"] == rows._asdict() | {"factor": 1.0}
 
 
 @pytest.mark.parametrize(("layout", "settings"), [("dp2", BF16), ("dp2ep2", GATHER | BF16)])
