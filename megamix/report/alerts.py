@@ -37,7 +37,7 @@ def send(command: Sequence[str], folder: Path, event: str, **facts: Any) -> None
         assert child.stdin is not None
         with suppress(BrokenPipeError), child.stdin:
             child.stdin.write(json.dumps(alert) + "\n")
-    except (OSError, ValueError) as error:  # ValueError: a word holds a NUL
+    except OSError as error:
         log.warning("alert %s: %s", event, error)
         return
     # No daemon: at a run's end the program has its time.

@@ -141,8 +141,7 @@ def verdict(goodput: Goodput) -> str:
     """Return in one line how the run stands, and the share of its wall clock that trained."""
     last = goodput.starts[-1]
     starts = f"in {len(goodput.starts)} starts" if len(goodput.starts) > 1 else "without a restart"
-    took = duration(goodput.wall_s)
     return (
-        f"{last.ended} at update {last.last:,} of {goodput.steps:,}, after {took} {starts}: "
+        f"{last.ended} at update {last.last:,} of {goodput.steps:,}, after {duration(goodput.wall_s)} {starts}: "
         f"{goodput.share:.1%} of that time trained"
     )

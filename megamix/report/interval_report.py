@@ -72,7 +72,11 @@ class IntervalReport:
         `skipped`: overflowed so far. `scaled`: there is a loss scale.
         """
         if self._launched:  # at the end of a run two lines may be due at once; the second repeats the rates
-            self._measure()
+            now_s = time.perf_counter()
+            steps, took_s = len(self._launched), now_s - self._start_s
+            self._step_s, self._tokens_per_s = took_s / steps, sum(self._launched) / took_s
+            self.span_s = {name: span_s / steps for name, span_s in self._clock.read().items()}
+            self._start_s, self._launched = now_s, []
         losses, self.losses = self.losses, []
         return StepMetrics(
             loss=math.fsum(losses) / len(losses),
@@ -102,13 +106,6 @@ class IntervalReport:
 
     def _share(self, span: str) -> float:
         return self.span_s.get(span, 0.0) / self._step_s
-
-    def _measure(self) -> None:
-        now_s = time.perf_counter()
-        steps, took_s = len(self._launched), now_s - self._start_s
-        self._step_s, self._tokens_per_s = took_s / steps, sum(self._launched) / took_s
-        self.span_s = {name: span_s / steps for name, span_s in self._clock.read().items()}
-        self._start_s, self._launched = now_s, []
 
 
 class Outcome(NamedTuple):
@@ -257,10 +254,8 @@ def count_layers(examination: Examination, max_abs: Tensor, loss_scale: float) -
     small = [nonzero[:, exponents < limit].sum(1) for exponents in (scaled, unscaled) for limit in _LIMITS]
     histogram = torch.zeros(len(zeros), LAST_EXPONENT - FIRST_EXPONENT + 1, dtype=torch.int64)
     histogram.index_add_(1, unscaled.clamp(FIRST_EXPONENT, LAST_EXPONENT) - FIRST_EXPONENT, nonzero)
-    peaks = torch.zeros(len(zeros), dtype=torch.float64)
-    for name, peak in zip(examination.param_names, max_abs, strict=True):
-        layer = examination.layers.index(layer_of(name))
-        peaks[layer] = torch.maximum(peaks[layer], peak)  # maximum keeps NaN
+    layers = torch.tensor([examination.layers.index(layer_of(name)) for name in examination.param_names])
+    peaks = torch.zeros(len(zeros), dtype=torch.float64).scatter_reduce_(0, layers, max_abs, "amax")  # which keeps NaN
     counts = torch.stack([counted.sum(1), zeros, *small, *updates.T], dim=1)
     return torch.cat([counts.double(), histogram.double(), peaks[:, None]], dim=1)
 

@@ -131,8 +131,8 @@ def load_tags(counts: Mapping[str, Sequence[float]], *, detailed: bool) -> dict[
         loads = over_mean(each)
         # The entropy of n shares p is -sum(p ln p), at most ln n; a load is n p.
         entropy = 1 - statistics.fmean(load * math.log(load or 1) for load in loads) / math.log(max(len(each), 2))
-        values = {"max": max(loads), "min": min(loads), "entropy": entropy}
-        tags |= {load_tag(name, layer): value for name, value in values.items()}
+        tags |= {load_tag("max", layer): max(loads), load_tag("min", layer): min(loads)}
+        tags[load_tag("entropy", layer)] = entropy
         if detailed:
             tags[load_tag("counts", layer)] = [int(count) for count in each]
     return tags
@@ -221,21 +221,19 @@ class MetricsWriter:
         self._logs = [LogFile(partial(Path, folder, name)) for name in LOGS]
         self._metrics, self._set_aside, self._ranks = self._logs
         if self._events is not None and self._metrics.path.exists():
-            self._tell_again(self._events, applied)
+            # Attempts that overflow on the way to the next update are written under its number.
+            for line in self._metrics.path.read_bytes().splitlines():
+                row = parsed(line)
+                step = row.pop("step", 0)
+                row.pop(TAGS["time"], None)  # an event has a time of its own
+                if step > applied and TRANSFERS + "bucket" not in row:
+                    scalars = {tag: value for tag, value in row.items() if isinstance(value, float | int)}
+                    self._events.add(step, scalars, {})
         if applied:
             self.append(applied, {TAGS["resumed"]: 1})
         if self._events is not None and config:
             self._events.text(applied, "config", _as_code(config))
             self._events.hparams(hparams, [TAGS["valid_loss"], TAGS["loss"]])
-
-    def _tell_again(self, events: EventFile, applied: int) -> None:
-        # Attempts that overflow on the way to the next update are written under its number.
-        for line in self._metrics.path.read_bytes().splitlines():
-            row = parsed(line)
-            step = row.pop("step", 0)
-            row.pop(TAGS["time"], None)  # an event has a time of its own
-            if step > applied and TRANSFERS + "bucket" not in row:
-                events.add(step, {tag: value for tag, value in row.items() if isinstance(value, float | int)}, {})
 
     def __enter__(self) -> MetricsWriter:
         return self
@@ -254,7 +252,7 @@ class MetricsWriter:
 
     def write_precision(self, step: int, layers: Mapping[str, LayerPrecision]) -> None:
         """Write an examined step, layer by layer, as one row. TensorBoard gets the exponents as a histogram."""
-        row: dict[str, float | tuple[int, ...] | None] = {}
+        row: dict[str, object] = {}
         for layer, precision in layers.items():
             row |= {precision_tag(name, layer): value for name, value in asdict(precision).items()}
         self._write(step, row)
@@ -275,7 +273,7 @@ class MetricsWriter:
         """Write the times of all ranks in a log interval."""
         self._ranks.append(_line({TAGS["time"]: round(time.time(), 3), **row}))
 
-    def _write(self, step: int, row: Mapping[str, float | tuple[int, ...] | list[int] | None]) -> None:
+    def _write(self, step: int, row: Mapping[str, Any]) -> None:
         finite = {
             tag: None if isinstance(value, float) and not math.isfinite(value) else value for tag, value in row.items()
         }

@@ -78,12 +78,14 @@ def figures(history: RunHistory) -> dict[str, Figure]:
     if history.loss.steps:
         drawn = {"loss": _loss(history), "curves": _curves({"training": history}, 1, [*_CURVES][1:])}
     if any(len(heat_map.columns) > 1 for heat_map in history.precision.values()):
-        drawn["range"] = _range(history.precision)
+        num_layers = max(len(heat_map.layers) for heat_map in history.precision.values())
+        drawn["range"], panels = _panels(len(_MAPS) * (0.7 + 0.18 * num_layers), len(_MAPS))
+        for axes, (name, told) in zip(panels, _MAPS.items(), strict=True):
+            _heat_map(axes, history.precision[name], "examined step", *told)
     for step, loads in history.loads.items():
-        figure, (axes,) = _panels(1 + 0.25 * len(loads.layers))
+        drawn["load"], (axes,) = _panels(1 + 0.25 * len(loads.layers))
         title = f"tokens of each expert in the batch of step {step}"
         _heat_map(axes, loads, "expert", title, "times the layer's mean", 1.0)
-        drawn["load"] = figure
     if history.transfers:
         drawn["communication"] = _communication(history.transfers)
     return drawn
@@ -167,15 +169,6 @@ def _communication(rows: Sequence[dict[str, Any]]) -> Figure:
     axes.set_yticks(buckets[:: -(-len(buckets) // (4 * _MOST_TICKS))])
     axes.invert_yaxis()  # the first bucket to be reduced is on top
     axes.legend(fontsize="small")
-    return figure
-
-
-def _range(maps: Mapping[str, HeatMap]) -> Figure:
-    """Return the use of FP16's range by layer and examined step, one map below the other."""
-    num_layers = max(len(heat_map.layers) for heat_map in maps.values())
-    figure, panels = _panels(len(_MAPS) * (0.7 + 0.18 * num_layers), len(_MAPS))
-    for axes, (name, told) in zip(panels, _MAPS.items(), strict=True):
-        _heat_map(axes, maps[name], "examined step", *told)
     return figure
 
 

@@ -63,7 +63,14 @@ class Profiling:
 
     def _tell(self, attempt: int, update: int, profiler: torch.profiler.profile) -> None:
         with self._console.telling(self._trace):
-            _write_trace(self._trace, profiler)
+            # The file is whole or as it was.
+            hidden = f"{self._trace.name}{ASIDE}"
+            with TemporaryDirectory(prefix=hidden, dir=self._trace.parent, ignore_cleanup_errors=True) as aside:
+                whole = Path(aside) / self._trace.name
+                profiler.export_chrome_trace(str(whole))  # renames its file, and raises nothing if it could not write
+                if not whole.exists():
+                    raise OSError(f"{self._trace}: the profiler could not write it")
+                whole.rename(self._trace)
             self._console.line(f"attempt {attempt} | profile up to it in {self._trace}")
         if self._writer is not None:
             for number, timeline in self._timelines.items():
@@ -71,16 +78,6 @@ class Profiling:
                     # Only metrics.jsonl has them: a curve would show one of several rows of a step.
                     self._writer.append(update, {TRANSFERS + "attempt": number, **row})
         self._timelines.clear()  # ends the timelines' threads
-
-
-def _write_trace(path: Path, profiler: torch.profiler.profile) -> None:
-    """Write a profiler's trace for chrome://tracing. The file is whole or as it was. Raises: OSError."""
-    with TemporaryDirectory(prefix=f"{path.name}{ASIDE}", dir=path.parent, ignore_cleanup_errors=True) as aside:
-        whole = Path(aside) / path.name
-        profiler.export_chrome_trace(str(whole))  # renames its file, and raises nothing if it could not write
-        if not whole.exists():
-            raise OSError(f"{path}: the profiler could not write it")
-        whole.rename(path)
 
 
 def _rows_by_bucket(transfers: Sequence[Transfer]) -> Iterator[dict[str, float]]:

@@ -46,8 +46,8 @@ class PrometheusTracker(Tracker):
     """Tracker that replaces a file with each row."""
 
     def __init__(self, *, file: str, folder: Path, config: Mapping[str, Any]):
-        self._path, self._run = Path(file), str(folder)
-        self._values: dict[tuple[_Metric, str, str], float] = {}  # by metric, and name and value of a label
+        self._path, self._run = Path(file), _escaped(str(folder))
+        self._values: dict[_Metric, dict[str, float]] = {}  # by metric and label
         self._set(_RUNNING, 1)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -70,17 +70,16 @@ class PrometheusTracker(Tracker):
         self._write()
 
     def _set(self, metric: _Metric, value: float, label: str = "", of: str = "") -> None:
-        self._values[metric, label, of] = value * metric.factor
+        labels = f',{label}="{_escaped(of)}"' if label else ""
+        self._values.setdefault(metric, {})[labels] = value * metric.factor
 
     def _write(self) -> None:
-        lines: dict[_Metric, list[str]] = {}
-        for (metric, label, of), value in self._values.items():
-            name = f"megamix_{metric.name}"
-            head = [f"# HELP {name} {metric.help}", f"# TYPE {name} {metric.kind}"]
-            labels = f'run="{_escaped(self._run)}"' + (f',{label}="{_escaped(of)}"' if label else "")
-            lines.setdefault(metric, head).append(f"{name}{{{labels}}} {float(value)!r}")
         with written_aside(self._path, sync=False) as file:
-            file.write("".join(f"{line}\n" for each in lines.values() for line in each).encode())
+            for metric, values in self._values.items():
+                name = f"megamix_{metric.name}"
+                lines = [f"# HELP {name} {metric.help}", f"# TYPE {name} {metric.kind}"]
+                lines += [f'{name}{{run="{self._run}"{labels}}} {float(it)!r}' for labels, it in values.items()]
+                file.write("".join(f"{line}\n" for line in lines).encode())
 
 
 def _escaped(text: str) -> str:

@@ -6,6 +6,7 @@ import math
 import socket
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -99,10 +100,8 @@ class RankTimes:
 def _readings(device: torch.device) -> list[float]:
     """Return a GPU's clock in MHz, power in W and temperature in degrees Celsius; NaN where nothing tells them."""
     if device.type == "cuda":  # pragma: CUDA only
-        try:  # torch reads them by nvidia-ml-py, which not every machine has
+        with suppress(ImportError, RuntimeError):  # torch reads them by nvidia-ml-py, which not every machine has
             return [torch.cuda.clock_rate(device), torch.cuda.power_draw(device) / 1e3, torch.cuda.temperature(device)]
-        except (ImportError, RuntimeError):
-            pass
     return [math.nan] * len(_GPU)
 
 

@@ -77,9 +77,10 @@ class SlowRanks:
             changes = [abs(ratio - before) for before, ratio in pairwise(ratios)]
             least = max(_SHARE, 1 + _SPREADS * statistics.median(changes or [0.0]) / math.sqrt(2))
             intervals = sum(ratio > least for ratio in [*ratios][-KEPT:])
-            all_are = bool((own.sum(1) > _SHARE * others.sum(1)).all())
-            knows = len(ratios) >= KEPT  # of fewer values the spread is too small by chance
-            if knows and intervals >= _ENOUGH and all_are and not any({*ranks} <= {*slow.ranks} for slow in found):
+            all_are = (own.sum(1) > _SHARE * others.sum(1)).all()
+            # Of fewer values than KEPT the spread is too small by chance.
+            is_slow = len(ratios) >= KEPT and intervals >= _ENOUGH and all_are
+            if is_slow and not any({*ranks} <= {*slow.ranks} for slow in found):
                 kind = int((own - others).mean(0).argmax())
                 host = self._places[ranks[0]].host
                 words = f"node {host}, {names(ranks)}," if is_node else f"{names(ranks)} on {host}"

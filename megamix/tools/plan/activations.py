@@ -7,12 +7,11 @@ and two blocks of each kind are run, since all blocks of a kind are alike.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cache, partial
 from typing import Literal, NamedTuple
 
@@ -91,16 +90,14 @@ class TracedWork:
 
         It needs no connection to other ranks.
         """
-        part = family_of(self.model).on_meta(self.model, like)
-        topology = Topology.place(
-            0, dp=self.division.ep_size, ep_size=self.division.ep_size, **axis_sizes(self.division)
-        )
+        part, division = family_of(self.model).on_meta(self.model, like), self.division
+        topology = Topology.place(0, dp=division.ep_size, ep_size=division.ep_size, **axis_sizes(division))
         take_blocks(part, topology)
         if in_fp8 := self._in_fp8():
             blocks = zip(part.get_submodule("blocks").children(), like, strict=True)
             names = ((name, block.get_submodule(name)) for block, layer in blocks for name in in_fp8.get(layer, ()))
             compute_in_fp8(names, self.fp8)
-        divide_work(part, self.division, topology, ShapesAlone)
+        divide_work(part, division, topology, ShapesAlone)
         return part
 
     def _in_fp8(self) -> dict[int, list[str]]:
@@ -155,13 +152,12 @@ def trace_stage(work: TracedWork, layers: range, *, is_first: bool = True, is_la
     one = _trace(work, tuple(kinds), is_first, is_last)
     # The bytes that a second block of a kind adds in front of all others bound those of each further block.
     twice = {kind: _trace(work, (kind, *kinds), is_first, is_last) for kind in kinds}
-    found = dataclasses.replace(one)
+    found = asdict(one)
     for kind, count in counts.items():
-        for name, size in dataclasses.asdict(one).items():
-            added = getattr(twice[kind], name) - size
-            setattr(found, name, getattr(found, name) + (count - 1) * added)
-        found.blocks += count * (twice[kind].kept - one.kept)
-    return found
+        for name, size in asdict(one).items():
+            found[name] += (count - 1) * (getattr(twice[kind], name) - size)
+        found["blocks"] += count * (twice[kind].kept - one.kept)
+    return StageMemory(**found)
 
 
 @cache  # tracing takes most of a plan's time, and advice plans the same work for many ranks

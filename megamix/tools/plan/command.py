@@ -76,8 +76,9 @@ def _layout_lines(config: Config, arguments: argparse.Namespace) -> Iterator[str
     if arguments.calibrate:
         constants = calibrate([_measured(path, hardware) for path in arguments.calibrate], before)
     search = LayoutSearch(config, hardware, constants, limit)
-    more = {"as_json": arguments.json, "plot": arguments.plot, "title": f"{arguments.config.stem} on {name}"}
-    yield from layout_lines(search, arguments.gpus, before, arguments.progress, **more)
+    title = f"{arguments.config.stem} on {name}"
+    told = before, arguments.progress, arguments.json, arguments.plot, title
+    yield from layout_lines(search, arguments.gpus, *told)
 
 
 def _with_rates(path: Path, base: Hardware) -> Hardware:

@@ -35,12 +35,12 @@ PARTS = {
 EXPOSED = ("tp", "dp", "cp", "ep")
 TITLES = (
     f"{'GPUs':>6} {'memory':>7} {'step':>9} {'tokens/s':>9} {'MFU':>6} {'exposed':>7} {'days':>8} {'GPU-hours':>11}"
+    f" {'band':>6}  layout"
 )
-TITLES += f" {'band':>6}  layout"
 
 
 def layout_lines(
-    search: LayoutSearch, gpus: Sequence[int], before: FittedConstants, progress: ProgressLine, *, as_json: bool,
+    search: LayoutSearch, gpus: Sequence[int], before: FittedConstants, progress: ProgressLine, as_json: bool,
     plot: Path | None = None, title: str = "",
 ) -> Iterator[str]:  # fmt: skip
     """Yield the lines to print, as they become known; `Failed` for a number of GPUs without a layout.

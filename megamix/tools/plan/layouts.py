@@ -52,11 +52,10 @@ class LayoutSearch:
     def meshes(self, gpus: int) -> Iterator[dict[str, Any]]:
         """Yield the keys of [parallelism] of each mesh whose ranks can share the global batch."""
         model = self.config.model
-        most_cp = max(1, model.seq_len // LEAST_POSITIONS)
         experts = model.experts.num_experts if model.experts else 1
         for tp in _divisors(gpus, self.hardware.node_size):
             for pp in _divisors(gpus // tp, model.num_layers):
-                for cp in _divisors(gpus // tp // pp, most_cp):
+                for cp in _divisors(gpus // tp // pp, max(1, model.seq_len // LEAST_POSITIONS)):
                     readers = gpus // tp // pp // cp
                     if self._batch % readers:
                         continue

@@ -70,7 +70,6 @@ def plan_matrices(
     size = 2 * optimizer.ns_dtype.itemsize  # there and back
     moved = [size * sum(part.numel for part in homes.sent) for homes in found]
     of_each = sum(sent // len(homes.parts) for sent, homes in zip(moved, found, strict=True))
-    numel = sum(spec.numel for spec in specs)
     turn = cache(partial(_turn, optimizer, engine.on_gpu))
     by_number = {homes.number: homes for homes in found}
     of_buckets = [(bucket, by_number.get(number)) for number, bucket in enumerate(engine.passing)]
@@ -81,7 +80,8 @@ def plan_matrices(
     travelling = sum(len({part.matrix for part in homes.sent}) for homes in found)
     return MatrixPlan(
         most, states, len(numels), travelling, sum(moved) / max(sum(numels), 1), of_each,
-        layout.padded_numel / numel - 1, _whole_from(specs, [axis.size for axis in axes]) if of_each else None,
+        layout.padded_numel / sum(spec.numel for spec in specs) - 1,
+        _whole_from(specs, [axis.size for axis in axes]) if of_each else None,
     )  # fmt: skip
 
 
@@ -112,14 +112,13 @@ def _update_of(
 ) -> _Update:
     if homes is None or rank >= len(homes.parts):
         return _Update()
-    on_gpu, ns_dtype, shard = engine.on_gpu, optimizer.ns_dtype, bucket.plan.shard_numel
+    size, shard = optimizer.ns_dtype.itemsize, bucket.plan.shard_numel
     of_span = engine.update()
     if not engine.compiled:
-        of_span += _OF_EQUATION * FP32 * tuned.chunk(tuned.EQUATION_CHUNK, engine.largest_shard, on_gpu=on_gpu)
+        of_span += _OF_EQUATION * FP32 * tuned.chunk(tuned.EQUATION_CHUNK, engine.largest_shard, on_gpu=engine.on_gpu)
     pieces = [part.numel for part in homes.parts[rank]]
     own = homes.of(rank)
     turn = max((turn_of(matrix.rows, matrix.columns) for matrix in own), default=0)
-    size = ns_dtype.itemsize
     sent, arrived = size * sum(pieces), size * sum(matrix.numel for matrix in own)
     momentum = (FP32 + size) * shard + max(sent, of_span)
     direction = FP32 * shard + max(of_span, sent + FP32 * max(pieces, default=0) * (size < FP32))

@@ -17,7 +17,7 @@ from megamix.config import Config, axis_sizes, grad_accum_steps
 from megamix.mixed_precision.bucket import BucketBytes
 from megamix.mixed_precision.census import take_census
 from megamix.mixed_precision.engine import ShardedEngine
-from megamix.mixed_precision.flat_layout import BucketPlan, build_layout
+from megamix.mixed_precision.flat_layout import build_layout
 from megamix.mixed_precision.muon import Muon
 from megamix.mixed_precision.optimizers import Optimizer
 from megamix.mixed_precision.settings import Sharding
@@ -153,14 +153,12 @@ def _plan_part(
 ) -> _RankPart:  # fmt: skip
     stages, section, training = plan_pipeline(config), config.parallelism, config.training
     topology = Topology.place(rank, dp=dp_size, ep_size=section.ep_size, **axis_sizes(section))
-    plain = config.model.model_copy(update={"compile": False})
-    module, placements = outline(plain, section, topology, stages)
+    module, placements = outline(config.model.model_copy(update={"compile": False}), section, topology, stages)
     precision, micro_batches = build_precision(config.precision), grad_accum_steps(config, dp_size)
     sharding = Sharding(module.units, placements=placements, shard=section.shard, accumulate=section.accumulate)
     census = take_census(module, optimizer, topology, sharding)
     specs, groups = census.specs, census.groups
-    sizes = [axis.size for axis in census.axes]
-    layout = build_layout(specs, sizes, section.bucket_size)
+    layout = build_layout(specs, [axis.size for axis in census.axes], section.bucket_size)
     owner_adds = sharding.owner_adds(micro_batches)
     shards = [axis.rank if own_states else None for axis in census.axes]
     buckets = [
@@ -174,10 +172,10 @@ def _plan_part(
     matrices = None
     if isinstance(optimizer, Muon):
         matrices = plan_matrices(layout, specs, census.axes, optimizer, topology, engine, own_states)
-    buffers = sum(buffer.nbytes for buffer in module.buffers())
     held = engine.held()
     held["optimizer states"] += matrices.states if matrices else 0
-    held |= {"model buffers": buffers, "tables": engine.tables(training.steps)}
+    held["model buffers"] = sum(buffer.nbytes for buffer in module.buffers())
+    held["tables"] = engine.tables(training.steps)
     work = TracedWork(
         model=config.model,
         batch=(training.micro_batch_size, config.model.seq_len),
@@ -217,7 +215,8 @@ class _Pass(NamedTuple):
 
 def _passes(part: _RankPart, activations: Activations) -> dict[str, _Pass]:
     fillings, accumulated = part.engine.fillings(), part.engine.accumulated()
-    blocks = [_blocks(filling.bucket) for filling in fillings]
+    names = [[slot.spec.name.split(".") for slot in filling.bucket.slots] for filling in fillings]
+    blocks = [[name[1] for name in of_bucket if name[0] == "blocks"] for of_bucket in names]  # numbers, by bucket
     order = [*dict.fromkeys(chain.from_iterable(blocks))]
     end = max((number for number, own in enumerate(blocks, 1) if own), default=len(blocks))
     backward, behind = [], []
@@ -229,18 +228,12 @@ def _passes(part: _RankPart, activations: Activations) -> dict[str, _Pass]:
         gone = min(map(order.index, own)) / len(order) if own and part.pipeline is None else 0
         kept = int((1 - gone) * activations.blocks)
         backward.append(_Pass(kept, activations.backward - activations.blocks, filling.params, grads))
-    two_units = max(filling.params for filling in fillings)  # bytes of two units, which forward needs, too
+    two_units = max(filling.params for filling in fillings)  # which forward needs, too
     return {
         "forward": _Pass(activations.blocks, activations.forward - activations.blocks, two_units, accumulated),
         "backward": max(backward[:end], key=sum),
         "end": max(behind[end:] or behind[-1:], key=sum),
     }
-
-
-def _blocks(bucket: BucketPlan) -> list[str]:
-    """Return the numbers of the blocks whose parameters the bucket holds."""
-    names = [slot.spec.name.split(".") for slot in bucket.slots]
-    return [name[1] for name in names if name[0] == "blocks"]
 
 
 def _in_step(passes: dict[str, _Pass], activations: Activations) -> dict[str, int]:

@@ -14,7 +14,7 @@ from megamix.tools.plan.ridge import Vector
 FILE = Path(__file__).with_suffix(".toml")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class TimeConstants:
     """Numbers that were fitted to measured steps; `time_constants.toml` has the prior and the sentence of each."""
 
@@ -32,7 +32,7 @@ class TimeConstants:
     @classmethod
     def of(cls, logs: Vector) -> TimeConstants:
         """Return the constants whose logarithms, in the order of the fields, are `logs`."""
-        return cls(**dict(zip((field.name for field in fields(cls)), np.exp(logs).tolist(), strict=True)))
+        return cls(*np.exp(logs).tolist())
 
 
 class FittedConstants(NamedTuple):

@@ -29,6 +29,10 @@ def timed_job(config: Config, dp_size: int) -> TimedJob:
         raise ValueError(f'optimizer.name: got "{config.optimizer.name}"; time is planned for {known} alone')
     repeated = sizes.num_repeated(model) / model.num_layers
     half = sum(matches(f"blocks.{layer}.", fp8.but) for layer in range(model.num_layers))  # one pattern names all of it
+    count = training.global_batch_size // (training.micro_batch_size * dp_size * ranks.replicas)
+    by_block = ranks.shard == "parameters"
+    dtype = config.precision.reduce_dtype or config.precision.grad_dtype
+    moved = UPDATE_BYTES[config.optimizer.name][getattr(config.optimizer, config.optimizer.name).state_dtype == "bf16"]
     return TimedJob(
         model=model,
         micro_batch=training.micro_batch_size,
@@ -47,22 +51,13 @@ def timed_job(config: Config, dp_size: int) -> TimedJob:
         fp8=0.0 if fp8.recipe == "none" else 1 - half / model.num_layers,
         fp8_weights=fp8.weight_grad == "fp8",
         recompute=Recompute(repeated, repeated, 1.0 if model.recompute == "selective" else repeated),
-        traffic=_traffic(config, dp_size),
+        traffic=Traffic(
+            gathers=2 * count if by_block else 1,  # each block before its forward and before its backward
+            reductions=count if ranks.accumulate == "owner" else 1,
+            pieces=model.num_layers // ranks.pp_size + 1,
+            hidden_by=(count if by_block else 1) if ranks.overlap else 0,
+            reduce_bytes=4 if dtype == "fp32" else 2,
+            update_bytes=moved,
+        ),
         muon=config.optimizer.name == "muon",
-    )
-
-
-def _traffic(config: Config, dp_size: int) -> Traffic:
-    model, ranks, training = config.model, config.parallelism, config.training
-    count = training.global_batch_size // (training.micro_batch_size * dp_size * ranks.replicas)
-    by_block = ranks.shard == "parameters"
-    dtype = config.precision.reduce_dtype or config.precision.grad_dtype
-    moved = UPDATE_BYTES[config.optimizer.name][getattr(config.optimizer, config.optimizer.name).state_dtype == "bf16"]
-    return Traffic(
-        gathers=2 * count if by_block else 1,  # each block before its forward and before its backward
-        reductions=count if ranks.accumulate == "owner" else 1,
-        pieces=model.num_layers // ranks.pp_size + 1,
-        hidden_by=(count if by_block else 1) if ranks.overlap else 0,
-        reduce_bytes=4 if dtype == "fp32" else 2,
-        update_bytes=moved,
     )

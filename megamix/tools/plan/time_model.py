@@ -312,8 +312,7 @@ class _Step:
         owned = sizes.fewest_params(self.model) / (job.tp * job.pp * job.dp * job.cp)
         seconds = owned * job.traffic.update_bytes / self.hardware.memory_bytes_per_s
         if job.muon:  # X X^T, its square and their product with X, on the rank that owns the matrix
-            operations = NEWTON_SCHULZ_STEPS * (4 * width + 2 * width) * owned
-            seconds += operations / self.reached
+            seconds += NEWTON_SCHULZ_STEPS * 6 * width * owned / self.reached
         return seconds
 
     def _host(self, device: float) -> float:
