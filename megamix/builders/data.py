@@ -161,14 +161,15 @@ def data_warnings(config: Config, world_size: int) -> Iterator[str]:
             manifest = (folder / MANIFEST_NAME).read_text(encoding="utf-8")
             noted = json.loads(manifest)
             known, begin = int(noted["vocab_size"]), noted.get("begin", [])
+            begins = [*open_tokenizer(Path(own)).begin] if own else begin
         except (OSError, ValueError, LookupError, TypeError):
-            continue  # no manifest of `megamix prepare`
+            continue  # no manifest of `megamix prepare`, or no package that opens the tokenizer
         if size > known * 9 // 8 + 128:
             fix = f"rows beyond are never trained; write vocab_size = {-(-known // 128) * 128}"
             yield f"model.vocab_size: {size}, but {field} was prepared with {known} tokens, and {fix}"
         # The manifest has the checksums of its tokenizer's file and of the file that the tokenizer was made from.
         is_other = own is not None and file_fingerprint(Path(own)) not in manifest
-        if is_other or (own is not None and [*open_tokenizer(Path(own)).begin] != begin):
+        if is_other or begins != begin:
             why = "is not the one that" if is_other else "begins a text otherwise than"
             yield f"data.tokenizer: {own} {why} {field} was prepared with; write the one in {folder}, or prepare again"
 

@@ -73,7 +73,8 @@ def make_note(facts: Facts, judged: Iterable[ParamFacts], watch: Watch) -> dict[
         other = "the loss" if first.held is None else "a copy of a weight"
         where = next((one.name for param, one in facts.items() if param is first.held), other)
         not_finite = {"update": first.update, "kind": first.kind, "where": where}
-    seen = {name: getattr(watch, name) for name in ("loss_scale", "sent", "divided")}
+    scale = watch.loss_scale if watch.loss_scale != 1 else None
+    seen = {"loss_scale": scale, "sent": watch.sent, "divided": watch.divided}
     return {"facts": [asdict(one) for one in judged], "not_finite": not_finite, **seen}
 
 

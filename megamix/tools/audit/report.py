@@ -75,8 +75,8 @@ class AuditReport:
 
     def fill(self, notes: Sequence[Note], *, skipped: bool) -> None:
         """Take the notes of all ranks on one step."""
-        facts, loss_scale = join_facts(note["facts"] for note in notes), notes[0]["loss_scale"]
-        self.rows, self.loss_scale = make_rows(facts.values()), None if loss_scale == 1 else loss_scale
+        facts, self.loss_scale = join_facts(note["facts"] for note in notes), notes[0]["loss_scale"]
+        self.rows = make_rows(facts.values())
         self.warnings = warnings_of(facts, self.rows, notes, skipped)
 
     def lines(self) -> Iterator[str]:

@@ -51,7 +51,7 @@ def warnings_of(
 
     `notes`: one from each rank. `skipped`: whether the step was skipped.
     """
-    ranks, scaled = len(notes), notes[0]["loss_scale"] not in (None, 1)
+    ranks, scaled = len(notes), bool(notes[0]["loss_scale"])
     rows = [row for row in rows if row.trains]
     trained = [facts[name] for row in rows for name in row.parameters]
     held = [one for one in trained if one.counts.get("held")]
