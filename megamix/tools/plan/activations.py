@@ -190,7 +190,7 @@ def _trace(work: TracedWork, like: tuple[int, ...], is_first: bool, is_last: boo
                 _trace_halves(stage, run, x, grads, meter, found)
 
             def blocks_are_done() -> None:
-                found.backward_blocks = meter.peak()
+                found.backward_blocks = max(found.backward_blocks, meter.peak())
 
             stop_watching = watch_backward(model, model.blocks[stage.layers.start], blocks_are_done)
             versions = [(buffer, buffer._version) for buffer in model.buffers()]
@@ -265,10 +265,10 @@ def place(part: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
     """Give a module of the meta device parameters in half on `device`; shared ones stay shared."""
     placed: dict[nn.Parameter, nn.Parameter] = {}
     for module in part.modules():
-        for name, param in module.named_parameters(recurse=False):
-            if param not in placed:
+        for name, param in module._parameters.items():
+            if param is not None and param not in placed:
                 # The tensors are made here: nn.Module.to() cannot swap tensors to which a tracker refers.
                 placed[param] = nn.Parameter(torch.empty(param.shape, dtype=dtype, device=device), param.requires_grad)
-            module._parameters[name] = placed[param]
+            module._parameters[name] = None if param is None else placed[param]
         for name, buffer in module.named_buffers(recurse=False):
-            module._buffers[name] = torch.empty_like(buffer, device=device)
+            module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
