@@ -340,7 +340,7 @@ def _judge_stored(hf: Any, config: TransformersConfig, files: list[Path]) -> Non
         )
     passed_over = re.compile("|".join([*(hf._keys_to_ignore_on_load_unexpected or []), _OLD_BUFFERS]))
     opened: list[Any] = [safe_open(path, "pt") for path in files]
-    if names := [name for file in opened for name in file.keys() if passed_over.search(name)]:  # noqa: SIM118
+    if names := [name for file in opened for name in file.keys() if passed_over.search(name)]:  # noqa: SIM118  # no mapping
         log.warning("%s: %d tensors are not read, as in transformers: %s", config.folder, len(names), names[:4])
 
 

@@ -78,7 +78,7 @@ class SlowRanks:
             least = max(_SHARE, 1 + _SPREADS * statistics.median(changes or [0.0]) / math.sqrt(2))
             intervals = sum(ratio > least for ratio in [*ratios][-KEPT:])
             all_are = (own.sum(1) > _SHARE * others.sum(1)).all()
-            # Of fewer values than KEPT the spread is too small by chance.
+            # The spread of fewer values than KEPT is too small by chance.
             is_slow = len(ratios) >= KEPT and intervals >= _ENOUGH and all_are
             if is_slow and not any({*ranks} <= {*slow.ranks} for slow in found):
                 kind = int((own - others).mean(0).argmax())

@@ -1,5 +1,5 @@
-"""Of a corpus of odd files, of the kinds that public reports tell of, every text is in, to the byte and in order; what
-is not is counted in files and bytes, with the reason.
+"""prepare reads every text of odd files, which public reports tell of, to the byte and in order. It counts what it
+leaves out in files and bytes, with the reason.
 """
 
 import bz2
@@ -14,10 +14,12 @@ import pytest
 import zstandard
 
 from megamix.data.prepare.corpus import input_corpus
+from megamix.data.prepare.faults import fault_of
 from megamix.data.prepare.plan import make_plan
 from megamix.data.prepare.prepare_corpus import Request, prepare_corpus
 from megamix.data.prepare.tokenizer_choice import TokenizerChoice
 from megamix.data.token_file import TokenFile
+from megamix.plugins import READERS
 from megamix.progress import ProgressLine
 
 BOM = b"\xef\xbb\xbf"
@@ -229,6 +231,13 @@ def test_no_file_loses_more_than_its_bytes_and_what_is_allowed_is_kept(tmp_path)
     (tmp_path / "b.jsonl.gz").write_bytes(packed := gzip.compress(b'{"x": "long"}\n' * 99))  # 14 times smaller
     lost = prepared([tmp_path], tmp_path / "out", allow_lost=100)[0].manifest["lost"]
     assert lost["num_bytes"] == len(packed)
+
+
+def test_what_a_plugin_reads_is_not_judged_by_its_compression(tmp_path, monkeypatch):
+    (tmp_path / "a.jsonl.xz").write_bytes(b"its own")
+    assert fault_of(str(tmp_path / "a.jsonl.xz"), "text")[0].startswith("compressed as .xz")
+    monkeypatch.setitem(READERS.registered, ".jsonl.xz", lambda path: ["text"])
+    assert fault_of(str(tmp_path / "a.jsonl.xz"), ".jsonl.xz") == ("", 0)
 
 
 def test_too_much_that_headers_tell_is_refused_before_any_work(odd, tmp_path):

@@ -42,7 +42,7 @@ SMALL |= dict.fromkeys(_WORDS, VOCAB) | dict.fromkeys(_LENGTHS, 2 * SEQ_LEN)
 _GIVEN = ("num_experts_per_tok", "n_routed_experts", "head_dim", "num_key_value_heads")
 _PADDED = {"pad_token_id": 1}  # the positions count from it
 _HEADS = {"num_key_value_heads": 4}
-# What a kind needs beside that, for its sizes to go together.
+# Further settings of a kind, so that its sizes go together.
 _OWN = {
     "axk2": _HEADS, "deepseek_v2": _HEADS, "deepseek_v32": _HEADS, "dots3_note_text": _HEADS, "glm_moe_dsa": _HEADS,
     "minicpm3": _HEADS, "youtu": _HEADS,
@@ -88,7 +88,7 @@ _NOT_BUILT = (
     "blt cohere_compass_text dbrx gemma4_assistant git musicgen musicgen_melody phi4_multimodal qwen4_exp_text "
     "reformer xlm xmod zamba zamba2"
 )  # fmt: skip
-# What a job says of the kinds that it does not take. Composite models have a text model inside.
+# A job refuses these kinds with these words. Composite models have a text model inside.
 _SAID = {
     "a buffer that is saved": (
         "apertus axk1 axk2 bailing_hybrid beam deepseek_v3 deepseek_v32 deepseek_v4 dots1 dots3_note_text "
