@@ -4,6 +4,7 @@ buffer is named, one that is merely rounded by its dtype is noted.
 """
 
 import sys
+from collections import UserDict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,7 +12,9 @@ import pytest
 import torch
 
 from megamix.cli import main
+from megamix.tools.verify.core.reference import moved
 from megamix.tools.verify.core.table import result_lines, row
+from megamix.tools.verify.core.tape import tensors_in
 from megamix.tools.verify.core.verdict import Verdict
 from megamix.tools.verify.foreign.judge_buffers import check_first_buffers
 from megamix.tools.verify.foreign.judge_trainer import judge_trainer
@@ -278,3 +281,14 @@ def test_what_is_rounded_added_or_moved_on_purpose_is_noted_and_passes(run_ranks
         "  initial buffer of 1 tensor(s): not compared: the plain model has none of this name",
         "  buffer of 1 tensor(s): not compared: your step moves it, the plain model's forward does not",
     }
+
+
+@pytest.mark.parametrize(
+    "kind", [type("Batch", (list,), {}), type("Row", (tuple,), {}), lambda parts: UserDict(x=parts)]
+)
+def test_the_tensors_of_a_batch_of_any_class_are_moved_and_seen(kind):
+    batch = kind([torch.ones(2)])
+    (tensor,) = tensors_in(batch)
+    assert tensor.dtype == torch.float32
+    (tensor,) = tensors_in(moved(batch, torch.float64))
+    assert tensor.dtype == torch.float64
