@@ -106,19 +106,18 @@ def _places(names: Mapping[str, str], transposed: bool = False) -> dict[str, Loc
 
 
 class GPT2Format(Format):
-    def read(self, json: Json) -> ModelConfig:
+    def read(self, json: Json) -> DecoderConfig:
         json = Keys(json, {"n_inner": None})
         problems = _unlike(json, "scale_attn_weights", True)
         problems += _unlike(json, "scale_attn_by_inverse_layer_idx", False)
         problems += _unlike(json, "add_cross_attention", False)
         problems += _unlike(json, "activation_function", *_GELU)
         _refuse(json, problems)
-        model: ModelConfig = self.config_of(
+        return self.config_of(
             json, norm="layernorm", position="learned",
             norm_eps=json.get("layer_norm_epsilon", 1e-5), bias=True,
             activation=_GELU[json.get("activation_function", "gelu_new")],
         )  # fmt: skip
-        return model
 
     def write(self, config: ModelConfig) -> Json:
         names = {ours: theirs for theirs, ours in reversed(_GELU.items())}  # reversed: the first name wins
@@ -244,7 +243,7 @@ class _PartlyRotated(_Part):
 
     def read(self, keys: Keys, given: _Section, problems: list[str]) -> None:
         rope = _rope_table(keys)
-        if rope.get("rope_type", rope.get("type", "default")) != "default":
+        if _rule(rope) != "default":
             raise ValueError(f"rope_scaling is {shown(rope)}, megamix does not stretch Phi's wavelengths")
         share = _first_set(rope.get("partial_rotary_factor"), keys.get("partial_rotary_factor"), 1.0)
         size = keys["head_dim"] or keys["hidden_size"] // keys["num_attention_heads"]
@@ -270,7 +269,7 @@ class _TwoRopes(_Part):
                 scaling.asked.update(scaling)
             keys |= {"rope_parameters": whole, "rope_scaling": None}
         keys.pop(_ORIGINAL, None)  # it counts where there is one table
-        if windowed.get("rope_type", windowed.get("type", "default")) != "default":
+        if _rule(windowed) != "default":
             raise ValueError(f"rope_parameters of sliding_attention are {shown(windowed)}: megamix stretches none such")
         given["window_rope_theta"] = _first_set(windowed.get("rope_theta"), keys["rope_local_base_freq"], 10000.0)
 
@@ -352,7 +351,7 @@ class RotaryFormat(Format):
     parts: tuple[_Part, ...] = ()
     defaults: Json = field(default_factory=dict)  # transformers', of keys that config.json may lack
 
-    def read(self, json: Json) -> ModelConfig:
+    def read(self, json: Json) -> DecoderConfig:
         keys = Keys(json, {**_DEFAULTS, **self.defaults})
         keys.asked.update(self.defaults)  # one may decide what another is read for
         given = {**self.block, **{ours: keys[theirs] for ours, theirs in self.named.items()}}
@@ -369,10 +368,9 @@ class RotaryFormat(Format):
             except (ArithmeticError, AttributeError, LookupError, TypeError) as error:  # a file that is damaged
                 problems.append(f"it lacks a value or has one of another kind ({type(error).__name__}: {error})")
         _refuse(json, problems)
-        model: ModelConfig = self.config_of(
+        return self.config_of(
             keys, norm_eps=keys["rms_norm_eps"], tie_embeddings=keys["tie_word_embeddings"], scaled_init=False, **given
         )
-        return model
 
     def write(self, config: ModelConfig) -> Json:
         values = effective(config)
@@ -406,12 +404,17 @@ def _rope_table(keys: Keys) -> Any:
     return added
 
 
+def _rule(rope: Json) -> Any:
+    """Return the name of a table's rule."""
+    return rope.get("rope_type", rope.get("type", "default"))
+
+
 def _read_scaling(rope: Json, original_seq_len: Any) -> RopeScaling | None:
     """Return the scaling of rotary positions. `original_seq_len`: that of the earlier training.
 
     Raises: ValueError with the reason to refuse it.
     """
-    kind: Any = rope.get("rope_type", rope.get("type", "default"))
+    kind = _rule(rope)
     if kind == "default":
         return None
     if kind not in _ROPE_KEYS:

@@ -47,14 +47,14 @@ class Keys(dict[str, Any]):
 
     def unread(self) -> list[str]:
         """Return the keys that nobody has asked for, without those that never have an effect."""
-        inner, own = list[str](), list[str]()
+        unread = list[str]()
         for key, value in self.items():
             if key not in self.asked:
                 if value is not None and not _WITHOUT_EFFECT.fullmatch(key):
-                    own.append(key)
+                    unread.append(key)
             elif isinstance(value, Keys):
-                inner += [f"{key}.{name}" for name in value.unread()]
-        return inner + own
+                unread += [f"{key}.{name}" for name in value.unread()]
+        return unread
 
 
 class Location(NamedTuple):
@@ -85,8 +85,7 @@ class Format:
 
         Raises: ValueError naming a missing key, or a setting that the model of megamix cannot compute.
         """
-        config: DecoderConfig = self.config_of(json)
-        return config
+        return self.config_of(json)
 
     def write(self, config: Any) -> Json:
         """Return the keys of config.json that belong to this format, without those that are the same for every
@@ -94,7 +93,7 @@ class Format:
         """
         return self.sizes_of(dict(config))
 
-    def config_of(self, json: Json, **values: Any) -> Any:
+    def config_of(self, json: Json, **values: Any) -> DecoderConfig:
         """Build the section from these values and the sizes in config.json. Raises: ValueError naming a key."""
         values["init_std"] = json.get("initializer_range", 0.02)
         values.setdefault("tie_embeddings", json.get("tie_word_embeddings", True))

@@ -239,12 +239,7 @@ class Ops:
         return self.attend(self, query, key, value, documents, rule)
 
     def whole_attention(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        documents: Documents | None = None,
-        rule: AttentionRule = SEES_ALL,
+        self, query: Tensor, key: Tensor, value: Tensor, documents: Documents | None, rule: AttentionRule
     ) -> Tensor:
         """Return attention whose keys are all here."""
         if documents is not None and documents.lengths:
@@ -274,7 +269,7 @@ class Ops:
         outs = []
         for document in zip(*pieces, strict=True):
             query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in document)
-            outs.append(self.whole_attention(query, key, value, rule=rule).squeeze(0).transpose(0, 1))
+            outs.append(self.whole_attention(query, key, value, None, rule).squeeze(0).transpose(0, 1))
         return torch.cat(outs).view(batch, num_positions, *outs[0].shape[1:]).transpose(1, 2)
 
     def _by_borders(self, query: Tensor, key: Tensor, value: Tensor, borders: Tensor, rule: AttentionRule) -> Tensor:

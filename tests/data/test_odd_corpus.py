@@ -122,6 +122,8 @@ TEXTS = {
     "r.jsonlines": (records("jsonlines"), ["jsonlines"], []),
     "r.ndjson": (records("ndjson"), ["ndjson"], []),
     "skippable.jsonl.zst": (SKIPPABLE + zst(records("s1")) + SKIPPABLE + zst(records("s2")), ["s1", "s2"], []),
+    "table.csv": whole(b"text\na table\n", "comma-separated values, which are not read; save them as JSON Lines"),
+    "table.TSV.gz": whole(gzip.compress(b"text\na table\n"), "comma-separated values"),
     "unread.jsonl.bz2": whole(bz2.compress(records("bz2")), "compressed as .bz2, which is not read"),
     "utf16.jsonl": (
         '{"text": "a"}\n'.encode("utf-16-le"), [], [("no JSON", 27, False), ("no JSON", 1, False)],
@@ -219,9 +221,9 @@ def test_of_odd_files_every_text_is_in_and_every_loss_is_told(odd, tmp_path, cap
     share = f"left out {100 * sizes / total:.2f} % of the bytes (bad_records.jsonl): "
     assert f"{share}3 files (268,447,456 bytes), the first: " in result.summary()
     for why, those in PASSED_OVER.items():
-        assert f"{len(those)} files ({sum(map(len, those.values()))} bytes) {why}" in corpus.passed_over
-    assert "1 file (0 bytes) linked to nothing" in corpus.passed_over
-    assert "1 file (6 bytes) beside Parquet or Arrow: name one by --input to have it read" in corpus.passed_over
+        assert f"{len(those)} files ({sum(map(len, those.values()))} bytes) {why}" in corpus.note
+    assert "1 file (0 bytes) linked to nothing" in corpus.note
+    assert "1 file (6 bytes) beside Parquet or Arrow: name one by --input to have it read" in corpus.note
     (line,) = (record.getMessage() for record in caplog.records if "JSON object" in record.getMessage())
     assert line.endswith("name them .jsonl to have their records read: z_objects.txt")
 

@@ -26,8 +26,6 @@ _LEFT_OUT = frozenset(
 )
 _HUB = "hf:"
 _TABLES = ("parquet", "arrow")
-# Endings of text that is of no use for training.
-_CSV = tuple(ending + more for ending in (".csv", ".tsv") for more in ("", *COMPRESSIONS))
 _JL = tuple(f".jl{more}" for more in ("", *COMPRESSIONS))  # JSON Lines or Julia, by the content
 _HEAD = 2**13  # bytes that tell a file's kind: no text has a zero among them; a PDF need not have one
 _LARGEST_OBJECT = 2**24  # bytes of a .json that is parsed as a whole
@@ -50,7 +48,7 @@ class Corpus:
 
     flag: str  # the user's arguments, for messages and the manifest
     files: tuple[CorpusFile, ...]
-    passed_over: str = ""  # end of a line that says how many files of the folders are not read, and why
+    note: str = ""  # end of a line that says how many files of the folders are not read, and why
 
     def outside(self, *folders: Path) -> "Corpus":
         """Return the corpus without the files in these folders. prepare may write into a folder that it reads, and its
@@ -178,21 +176,14 @@ def _readable(given: str, files: tuple[CorpusFile, ...], text_key: str) -> tuple
     """Mark files without text, and other files beside tables, as passed over, and log a line about them. Look into the
     remaining .json files for their kind.
 
-    Raises: ValueError if no file remains, or for a file of comma-separated values.
+    Raises: ValueError if no file remains.
     """
     kinds: dict[CorpusFile, str] = {}  # those that the content decides
     if any(file.kind in _TABLES for file in files):
         others = [file for file in files if file.kind in ("text", "json", "jsonl")]
-        others.sort(key=lambda file: not is_named(file.path, _CSV))  # the message names these first
         why = dict.fromkeys(others, "beside Parquet or Arrow")
     else:
         texts = [file for file in files if file.kind == "text"]
-        if csv := next((file.path for file in texts if is_named(file.path, _CSV)), ""):
-            raise ValueError(
-                f"--input {given!r}: {csv} holds comma-separated values, which are not read; save them as JSON Lines "
-                "(pandas: read_csv(...).to_json('x.jsonl', orient='records', lines=True)) and name the column of the "
-                "text by --text-key"
-            )
         contents = {file: _content(file.path) for file in texts}
         why = dict.fromkeys([file for file in texts if contents[file] == "binary"], "that are no text in UTF-8")
         objects = [file for file in texts if contents[file] == "object"]

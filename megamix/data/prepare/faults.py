@@ -2,11 +2,16 @@
 
 from pathlib import Path
 
-from megamix.data.prepare.compressed import DAMAGE, open_plain
+from megamix.data.prepare.compressed import DAMAGE, is_named, open_plain
 from megamix.data.prepare.tables import table_fault
 from megamix.git_lfs import pointed_bytes
-from megamix.plugins import FILE_KINDS, READERS
+from megamix.plugins import COMPRESSIONS, FILE_KINDS, READERS
 
+_CSV = tuple(ending + more for ending in (".csv", ".tsv") for more in ("", *COMPRESSIONS))
+_NO_CSV = (
+    "comma-separated values, which are not read; save them as JSON Lines (pandas: read_csv(...).to_json('x.jsonl', "
+    "orient='records', lines=True)) and name the column of the text by --text-key"
+)
 _UNREAD = (".bz2", ".xz", ".lz4")
 
 
@@ -20,7 +25,9 @@ def fault_of(path: str, kind: str) -> tuple[str, int]:
         return "", 0
     if kind in ("parquet", "arrow"):
         return table_fault(path, kind), 0
-    if path.lower().endswith(_UNREAD) and Path(path).stem.lower().endswith((*FILE_KINDS, ".txt")):
+    if is_named(path, _CSV):
+        return _NO_CSV, 0
+    if is_named(path, _UNREAD) and is_named(Path(path).stem, (*FILE_KINDS, ".txt")):
         return f"compressed as {Path(path).suffix}, which is not read; compress it by gzip or zstd", 0
     try:
         with open_plain(path) as plain:

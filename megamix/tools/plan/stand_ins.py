@@ -15,7 +15,7 @@ from megamix.model import fp8, wide
 from megamix.model import ops as operations
 from megamix.model.context import Documents
 from megamix.model.fp8 import Codes
-from megamix.model.ops import SEES_ALL, AttentionRule, Ops, Segmented, Segments
+from megamix.model.ops import AttentionRule, Ops, Segmented, Segments
 from megamix.model.wide import Crossing, apply
 from megamix.parallel import expert_parallel
 
@@ -99,12 +99,7 @@ class GpuShapes(Ops):
         return apply(_Kernel, x.shape[:-1], 0, x, weight)  # keeps 1 / rms of each row
 
     def whole_attention(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        documents: Documents | None = None,
-        rule: AttentionRule = SEES_ALL,
+        self, query: Tensor, key: Tensor, value: Tensor, documents: Documents | None, rule: AttentionRule
     ) -> Tensor:
         if rule.softcap:  # no kernel
             return super().whole_attention(query, key, value, documents, rule)
