@@ -20,11 +20,11 @@ class Clock:
         self.entered = 0  # number of spans so far, measured or not; shows this thread's progress to other threads
         self.loaded = 0  # bytes of a checkpoint so far; shows progress, too
         self._on_gpu = device.type == "cuda"
-        self._open: list[tuple[str, str]] = []  # names of the open spans, and where each is
+        self._open = list[tuple[str, str]]()  # names of the open spans, and where each is
         self._last = "the start"
-        self._seconds: defaultdict[str, float] = defaultdict(float)
-        self.total_s: defaultdict[str, float] = defaultdict(float)  # seconds per span since the start, as far as read
-        self._events: list[tuple[str, str | None, torch.cuda.Event, torch.cuda.Event]] = []
+        self._seconds = defaultdict[str, float](float)
+        self.total_s = defaultdict[str, float](float)  # seconds per span since the start, as far as read
+        self._events = list[tuple[str, str | None, torch.cuda.Event, torch.cuda.Event]]()
 
     @contextmanager
     def span(self, name: str, where: str = "") -> Iterator[None]:

@@ -171,7 +171,8 @@ def data_warnings(config: Config, world_size: int) -> Iterator[str]:
         is_other = own is not None and file_fingerprint(Path(own)) not in manifest
         if is_other or begins != begin:
             why = "is not the one that" if is_other else "begins a text otherwise than"
-            yield f"data.tokenizer: {own} {why} {field} was prepared with; write the one in {folder}, or prepare again"
+            fix = f"write the one in {folder}, or prepare again{' with --begin-token' if begins else ''}"
+            yield f"data.tokenizer: {own} {why} {field} was prepared with; {fix}"
 
 
 def _lists(config: Config) -> Iterator[tuple[str, Sources]]:

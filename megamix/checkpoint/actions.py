@@ -48,7 +48,7 @@ def verify(path: Path, check: Check | None = None) -> Iterator[str]:
     """Check every byte. Yield a line for each good checkpoint, then raise DamagedCheckpoint with the problems of the
     damaged ones.
     """
-    problems: list[str] = []
+    problems = list[str]()
     for found in checkpoints_at(path):
         try:
             good = verify_checkpoint(found, check)
@@ -70,7 +70,7 @@ def restore(path: Path, check: Check | None = None) -> Iterator[str]:
     meanwhile. Raises: also OSError.
     """
     folder = folder_of(path)
-    problems: list[str] = []
+    problems = list[str]()
     entries = [path] if restored(path) != path else set_aside(folder)
     if not entries:
         raise ValueError(f"{folder} holds nothing that was set aside")
@@ -106,7 +106,7 @@ def copy(path: Path, output: Path, check: Check | None = None) -> Iterator[str]:
     """Copy a checkpoint, or all of a run, into a folder that is like a run's. Yield a line for each, then raise
     DamagedCheckpoint with the problems of the damaged ones. No run may use `output` meanwhile. Raises: also OSError.
     """
-    problems: list[str] = []
+    problems = list[str]()
     (output / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
     for found in checkpoints_at(path):
         try:

@@ -85,7 +85,7 @@ def tiling_problem(boxes: Sequence[Box], shape: tuple[int, ...]) -> str | None:
     for box in boxes:
         if not box.inside(shape) or not box.numel:
             return f"{_text(box)} is no box of shape {shape}"
-    reaching: list[Box] = []  # of those before a box, the ones that end beyond its first row
+    reaching = list[Box]()  # of those before a box, the ones that end beyond its first row
     for box in sorted(boxes):
         reaching = [other for other in reaching if other.end[:1] > box.offset[:1]]
         for other in reaching:

@@ -50,7 +50,7 @@ class _Planner(DefaultSavePlanner):
     def __init__(self, checkpoint: Checkpoint):
         super().__init__()
         self._checkpoint = checkpoint
-        self._items: list[WriteItem] = []
+        self._items = list[WriteItem]()
         self._nesting: dict[str, _Path] = {}  # by torch's flat name
         self._reads: dict[MetadataIndex, Callable[[], Tensor]] = {}
 

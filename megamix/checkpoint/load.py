@@ -35,7 +35,7 @@ def read_on_all(path: Path, all_or_none: AllOrNone, check: Check | None = None) 
     Raises, on every rank: DamagedCheckpoint with the problems that any rank has found; ConfigError.
     """
     checkpoint: Checkpoint | None = None
-    problems: list[str] = []
+    problems = list[str]()
     refusal = ""
     try:
         checkpoint = read_checkpoint(path, check)
@@ -242,7 +242,7 @@ def fill(checkpoint: Checkpoint, parts: Sequence[Part], clock: Clock, rank: int 
     Returns: the problems, with a line for each bad file. The parts have the saved values only if no rank has found a
     problem.
     """
-    wanted: dict[str, _Wanted] = defaultdict(dict)
+    wanted = defaultdict[str, _Wanted](dict)
     for part in parts:
         for stored in checkpoint.stored[part.param, part.state]:
             if part.box.intersection(stored.box):

@@ -88,7 +88,7 @@ def owned_parts(engine: ShardedEngine) -> list[Part]:
 
     Raises: RuntimeError in the middle of a step.
     """
-    parts: list[Part] = []
+    parts = list[Part]()
     for owned in (*engine.owned_ranges(), *engine.held_states()):
         spec = owned.spec
         for state, flat in owned.tensors.items():
@@ -204,7 +204,7 @@ class HostCopy:
     """
 
     def __init__(self) -> None:
-        self._blocks: list[Tensor] = []
+        self._blocks = list[Tensor]()
         self._copied: torch.cuda.Event | None = None
         self._device = torch.device("cpu")
 

@@ -47,7 +47,7 @@ class Timeline:
 
     def __init__(self, device: torch.device):
         self._device, self._on_gpu = device, device.type == "cuda"
-        self._watched: list[_Watched] = []
+        self._watched = list[_Watched]()
         self._threads = ThreadPoolExecutor(_MOST_THREADS, "arrivals")  # threads start on demand
         # A stream that waits for transfers, beside the stream that computes.
         self._stream = torch.cuda.Stream(device) if self._on_gpu else None  # type: ignore[no-untyped-call]  # untyped in torch

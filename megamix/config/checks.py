@@ -87,7 +87,7 @@ def grad_accum_steps(config: Config, dp_size: int) -> int:
 
 def _lines(checks: Iterable[Callable[[Any], Found]], config: object) -> list[str]:
     """Return a line for each contradiction that the checks find: key, value, and the check's own words."""
-    lines: list[str] = []
+    lines = list[str]()
     for check in checks:
         # A check fails so on a key that is unusable, or that a plugin's table lacks or has in another form.
         with suppress(ArithmeticError, AttributeError, LookupError, TypeError, ValueError):

@@ -121,7 +121,7 @@ def _build(layers: list[Layer], problems: list[str], source: str, say: Callable[
 
 def _sound(read: Tree, bad: Sequence[tuple[int | str, ...]]) -> Config | None:
     """Return a Config with the sections [data] and [model] alone; None if one of them is unusable."""
-    sections: dict[str, Any] = {}
+    sections = dict[str, Any]()
     for name in ("data", "model"):
         section = section_at(Config, [name], read)
         if section is None or name in {path[0] for path in bad}:
@@ -251,8 +251,8 @@ def _read_layers(path: Path, imports: bool) -> list[Layer]:
 
     Raises: ConfigError
     """
-    layers: list[Layer] = []
-    files: list[str] = []
+    layers = list[Layer]()
+    files = list[str]()
     while True:
         files.append(str(path))
         what = f"base: got {files[-1]}, named by {files[-2]}" if layers else f"config: got {files[-1]}"

@@ -73,7 +73,7 @@ class BatchLoader:
         # Each thread has its own current device: without this line, pinning would open a context on GPU 0.
         begin = partial(torch.cuda.set_device, device) if device.type == "cuda" else None
         self._thread = ThreadPoolExecutor(1, "megamix-loader", begin)
-        self._reads: dict[range, Future[Batch] | None] = {}  # announced batches, in order; None: not begun
+        self._reads = dict[range, Future[Batch] | None]()  # announced batches, in order; None: not begun
 
     def __enter__(self) -> "BatchLoader":
         return self

@@ -123,7 +123,7 @@ def blend_order(weights: Sequence[int]) -> NDArray[np.int32]:
     given = [0] * len(weights)
     # waiting: (the first sample at which the source is due, source). due: (the last sample for it, source).
     waiting = [(1, source) for source, weight in enumerate(weights) if weight]
-    due: list[tuple[int, int]] = []
+    due = list[tuple[int, int]]()
     for sample in range(1, period + 1):
         while waiting and waiting[0][0] <= sample:
             source = heapq.heappop(waiting)[1]

@@ -169,7 +169,8 @@ def id_problem(token_id: int, vocab_size: int) -> str:
     return (
         f"holds token id {token_id}, but model.vocab_size = {vocab_size} allows 0 to {vocab_size - 1}; set "
         "model.vocab_size to the size of the vocabulary that wrote the file"
-        + (f" (at least {token_id + 1})" if token_id >= 0 else " or write the file again")
+        + (f" (at least {token_id + 1})" if token_id >= 0 else "")
+        + ", or prepare the text again by the model's own tokenizer (--tokenizer)"
     )
 
 

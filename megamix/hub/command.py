@@ -140,7 +140,7 @@ def run_evaluate(arguments: argparse.Namespace) -> Iterator[str]:
     stride = _within("--stride", arguments.stride, seq_len, "the tokens of a window")
     arguments.progress.begin("loading the model")
     model = source.load(DTYPES[dtype], local_device(), allow_non_finite=arguments.allow_non_finite)
-    all_facts: list[dict[str, object]] = []
+    all_facts = list[dict[str, object]]()
     for name, prefix in sets.items():
         result = evaluate(model, Path(prefix), stride, seq_len, arguments.max_tokens, arguments.progress)
         facts = {

@@ -122,7 +122,7 @@ def write_checkpoint(
 
 def _filled(items: Iterable[T], numel: Callable[[T], int], most: int) -> Iterator[list[T]]:
     """Yield the items of each file, in order: at most `most` elements together, or a single item."""
-    held: list[T] = []
+    held = list[T]()
     room = most
     for item in items:
         if held and numel(item) > room:
@@ -196,7 +196,7 @@ def _write_shards(
     shapes = their_shapes(links)
     numel = sum(map(math.prod, shapes.values()))
     progress.begin("writing the weights", total=numel)
-    by_tensor: dict[str, list[Link]] = defaultdict(list)
+    by_tensor = defaultdict[str, list[Link]](list)
     for link in links:
         by_tensor[link.theirs].append(link)
 

@@ -95,7 +95,7 @@ def _batches(tokens: FileArray, stop: int, seq_len: int, stride: int) -> Iterato
     """Yield batches INT64 (2, windows, T) of the first `stop` tokens: tokens, and their targets or IGNORE. A shorter
     last window comes alone.
     """
-    alike: list[NDArray[np.int64]] = []  # windows of one length
+    alike = list[NDArray[np.int64]]()  # windows of one length
     most = max(1, _TOKENS // seq_len)
     counted = 0  # index in the file of the last target that has counted
     for start in range(0, stop, stride):

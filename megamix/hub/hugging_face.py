@@ -43,7 +43,7 @@ class HuggingFaceWeights:
         with naming(folder):
             self.config = self.form.read(self.json)
             links = links_of(self.form, self.config)
-        self._slices: dict[str, Any] = {}
+        self._slices = dict[str, Any]()
         wrapped = list[str]()
         file_names = _file_names(folder)
         for file in file_names:
@@ -60,7 +60,7 @@ class HuggingFaceWeights:
         # A model saved without its head has names without the prefix.
         based = any(name.startswith(self.form.base) for name in self._slices)
         self._base = "" if based else self.form.base
-        self._links: dict[str, list[Link]] = {}
+        self._links = dict[str, list[Link]]()
         for link in links:
             self._links.setdefault(link.ours, []).append(link)
         self._check_tensors(links)
@@ -73,7 +73,7 @@ class HuggingFaceWeights:
             (self.json.unread(), f"keys of {CONFIG} are not read"),
         ):
             if names:
-                log.warning("%s: %d %s: %s", folder, len(names), what, ", ".join(names[:_TOLD]))
+                log.warning("%s: %s (%d): %s", folder, what, len(names), ", ".join(names[:_TOLD]))
 
     def read(self, param: str, box: Box) -> Tensor:
         """Return a box of one of our parameters. Shapes: FP32 (*box.size)."""
@@ -113,6 +113,8 @@ class HuggingFaceWeights:
                 problems.append(f"{name} is {dtype}, only {', '.join(_FLOATS)} are read")
         if problems:
             more = f"; and {len(problems) - _TOLD} more" if len(problems) > _TOLD else ""
+            absent = [key for key in (*self.form.size_keys.values(), "tie_word_embeddings") if key not in self.json]
+            more += f"; that file lacks {', '.join(absent)}: are the defaults right?" if absent else ""
             raise ValueError(
                 f"{self.folder}: the tensors are not those of its config.json: {'; '.join(problems[:_TOLD])}{more}"
             )

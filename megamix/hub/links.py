@@ -47,7 +47,7 @@ class Link:
 
 def their_shapes(links: Iterable[Link]) -> dict[str, tuple[int, ...]]:
     """Return the shape of each of their tensors, in the links' order."""
-    shapes: dict[str, tuple[int, ...]] = {}
+    shapes = dict[str, tuple[int, ...]]()
     for link in links:
         end = link.region.end
         shapes[link.theirs] = tuple(map(max, end, shapes.get(link.theirs, end)))

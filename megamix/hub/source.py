@@ -46,7 +46,7 @@ class WatchedWeights:
 
     def __init__(self, weights: Weights):
         self._weights = weights
-        self._found: dict[str, tuple[int, str]] = {}  # by parameter: number of such values, and the first one in words
+        self._found = dict[str, tuple[int, str]]()  # by parameter: number of such values, and the first one in words
 
     def read(self, param: str, box: Box) -> Tensor:
         values = self._weights.read(param, box)

@@ -42,8 +42,8 @@ def tell_live_tensors(folder: Path, rank: int, engine: ShardedEngine | None, err
 
 def _rows(engine: ShardedEngine | None, error: BaseException) -> list[tuple[int, int, str]]:
     """Return the bytes, the number and the words of the live storages with the same words, the largest first."""
-    rows: dict[str, list[int]] = defaultdict(list)
-    known: set[int] = set()
+    rows = defaultdict[str, list[int]](list)
+    known = set[int]()
     for words, tensor in _tensors(engine, error):
         with contextlib.suppress(Exception):  # among all of a process some tensor has no storage to ask
             if tensor.layout is torch.strided:
@@ -56,7 +56,7 @@ def _rows(engine: ShardedEngine | None, error: BaseException) -> list[tuple[int,
 
 def _tensors(engine: ShardedEngine | None, error: BaseException) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors that can be reached, each with its best name first."""
-    nodes: list[Any] = []
+    nodes = list[Any]()
     for words, value in _named(engine, error):
         if issubclass(type(value), Tensor):  # not `isinstance`, which asks objects what they are
             nodes.append(value.grad_fn)

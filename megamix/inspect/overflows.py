@@ -103,8 +103,8 @@ def culprit_table(history: Sequence[Sequence[ParamPeak]]) -> list[str]:
 
     `history`: the peaks of each overflowed attempt, oldest first.
     """
-    params: Counter[tuple[str, str]] = Counter()
-    layers: Counter[str] = Counter()
+    params = Counter[tuple[str, str]]()
+    layers = Counter[str]()
     for peaks in history:
         found = culprits(peaks)
         params.update((peak.name, str(peak.fault)) for peak in found)
@@ -144,10 +144,10 @@ class OverflowHistory:
         self.count, self._engine = count, engine
         self._section = section
         self._in_a_row = self._at_floor = 0
-        self._window: deque[bool] = deque(maxlen=WINDOW)
-        self._scales: deque[tuple[float, int, int]] = deque(maxlen=_KEPT)  # loss scale, attempts with it, overflows
-        self._peaks: deque[list[ParamPeak]] = deque(maxlen=_KEPT)  # peaks of the last overflows
-        self.origins: list[str] = []  # origins of the last examined overflow, in words
+        self._window = deque[bool](maxlen=WINDOW)
+        self._scales = deque[tuple[float, int, int]](maxlen=_KEPT)  # loss scale, attempts with it, overflows
+        self._peaks = deque[list[ParamPeak]](maxlen=_KEPT)  # peaks of the last overflows
+        self.origins = list[str]()  # origins of the last examined overflow, in words
 
     def note(
         self,

@@ -204,7 +204,7 @@ def build_layout(specs: Sequence[ParamSpec], axis_sizes: Sequence[int], bucket_s
         bucket_size = default_bucket_size(sum(spec.numel for spec in specs), axis_sizes[0])
     if bucket_size < 1:
         raise ValueError(f"bucket_size must be at least 1 element, got {bucket_size}; None picks a size by itself")
-    buckets: list[BucketPlan] = []
+    buckets = list[BucketPlan]()
     for axis, num_shards in enumerate(axis_sizes):
         buckets += _buckets([spec for spec in specs if spec.axis == axis], num_shards, bucket_size)
     places = {spec.name: place for place, spec in enumerate(reversed(specs))}
@@ -231,9 +231,9 @@ def _cut(specs: Sequence[ParamSpec], num_shards: int, bucket_size: int, *, uncut
     """Cut the parameters into buckets. `uncut`: each matrix lies within one shard. So do norms and biases, which fill
     the gaps.
     """
-    buckets: list[BucketPlan] = []
+    buckets = list[BucketPlan]()
     for pack in (True, False) if uncut else (False,):
-        held: list[ParamSpec] = []
+        held = list[ParamSpec]()
         for spec in reversed(specs):
             if uncut and pack != bool(spec.matrices or len(spec.full_shape) < 2):
                 continue
@@ -247,8 +247,8 @@ def _cut(specs: Sequence[ParamSpec], num_shards: int, bucket_size: int, *, uncut
 
 
 def _bucket(specs: list[ParamSpec], num_shards: int, *, pack: bool) -> BucketPlan:
-    slots: list[Slot] = []
-    spans: list[GroupSpan] = []
+    slots = list[Slot]()
+    spans = list[GroupSpan]()
     parts = _packed(specs, num_shards) if pack else [specs]
     size = max(sum(_round_up(spec.numel, ROW) for spec in part) for part in parts)
     for number, part in enumerate(parts):

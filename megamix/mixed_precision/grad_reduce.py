@@ -58,7 +58,7 @@ class GradReduce:
         self._came = set[str]()  # parameters with a gradient in this pass
         self._micro_batch = 0
         self._completes: Collection[str] = ()
-        self._warned: set[str] = set()
+        self._warned = set[str]()
         for name, param in self._params():
             hook = partial(GradReduce._on_grad, weakref.ref(self), name)
             param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]  # untyped in torch

@@ -28,14 +28,14 @@ class GroupScalars:
         self._tables = {table: _OnDevice(table, device) for table in tables}
         self._eps = {group.eps: torch.full((), group.eps, dtype=torch.float64, device=device) for group in groups}
         self._of: tuple[Tensor, Tensor] | None = None  # lr and number of the step for which they were made
-        self._made: list[UpdateScalars] = []
+        self._made = list[UpdateScalars]()
 
     def of(self, step: StepScalars) -> list[UpdateScalars]:
         """Return each group's scalars."""
         if self._of is None or self._of[0] is not step.lr or self._of[1] is not step.update:
             self._of = step.lr, step.update
             number = step.update.double()
-            known: dict[object, Tensors] = {}  # most groups differ in lr and weight decay alone
+            known = dict[object, Tensors]()  # most groups differ in lr and weight decay alone
             self._made = [
                 self._scalars(group, step.lr * factor, number, known)
                 for group, factor in zip(self._groups, self._lr_factors, strict=True)

@@ -304,7 +304,7 @@ class MuonUpdate(BucketUpdate):
                 yield from home.held(self._muon)
 
     def in_turn(self, buckets: Iterable[Bucket], step: StepScalars) -> Iterator[Bucket]:
-        under_way: deque[tuple[Bucket, Iterator[bool]]] = deque()  # buckets, each with its stages that are to come
+        under_way = deque[tuple[Bucket, Iterator[bool]]]()  # buckets, each with its stages that are to come
 
         def advance() -> Iterator[Bucket]:
             # The newest bucket goes first: its values travel while the older buckets compute.

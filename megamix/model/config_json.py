@@ -229,7 +229,8 @@ class _Rope(_Part):
         if any(isinstance(value, Mapping) for value in rope.values()):
             problems.append("rope_parameters differ by layer, megamix has one table for all layers")
         original = _first_set(keys.get(_ORIGINAL), rope.get(_ORIGINAL), keys["max_position_embeddings"])
-        given |= {"rope_theta": theta, "rope_scaling": _read_scaling(rope, original)}
+        is_used = not all(given.get("windows", (0,))) or "window_rope_theta" not in given
+        given |= {"rope_theta": theta, "rope_scaling": _read_scaling(rope, original, is_used)}
         if given["rope_scaling"] is None and given.get("window_rope_theta") == theta:
             given["window_rope_theta"] = None
 
@@ -409,8 +410,9 @@ def _rule(rope: Json) -> Any:
     return rope.get("rope_type", rope.get("type", "default"))
 
 
-def _read_scaling(rope: Json, original_seq_len: Any) -> RopeScaling | None:
-    """Return the scaling of rotary positions. `original_seq_len`: that of the earlier training.
+def _read_scaling(rope: Json, original_seq_len: Any, is_used: bool) -> RopeScaling | None:
+    """Return the scaling of rotary positions. `original_seq_len`: that of the earlier training. `is_used`: whether any
+    layer has it; transformers does not read it otherwise.
 
     Raises: ValueError with the reason to refuse it.
     """
@@ -420,6 +422,9 @@ def _read_scaling(rope: Json, original_seq_len: Any) -> RopeScaling | None:
     if kind not in _ROPE_KEYS:
         raise ValueError(f"rope_type is {shown(kind)}, megamix has {', '.join(map(repr, ('default', *_ROPE_KEYS)))}")
     given = {key: rope[key] for key in _ROPE_KEYS[kind] if rope.get(key) is not None}
+    absent = [key for key in _ROPE_KEYS[kind][: 1 if kind == "yarn" else None] if key not in given]
+    if absent and is_used:
+        raise ValueError(f"rope_scaling: {kind} needs {' and '.join(absent)}, which has no default")
     if kind != "linear":
         given["original_seq_len"] = original_seq_len
     if kind == "yarn" and not rope.get("truncate", True):  # gpt-oss's
@@ -468,7 +473,7 @@ def _refuse(json: Json, problems: list[str]) -> None:
     if json.get("quantization_config"):
         problems.append("quantization_config: the weights are quantised, give a folder of plain weights")
     if problems:
-        raise ValueError(f"config.json: not supported by megamix.model.transformer:  {'; '.join(problems)}; {OTHERS}")
+        raise ValueError(f"config.json: not supported by megamix.model.transformer: {'; '.join(problems)}; {OTHERS}")
 
 
 def _first_set(*values: Any) -> Any:

@@ -47,8 +47,8 @@ class Chunks:
         within = torch.arange(self.chunk, device=deal.device)
         self.places = (self._firsts[..., None] + within).flatten(1)  # this rank's positions, INT64 (B, T / ranks)
         self._order = deal.flatten(1).argsort(1)  # each chunk's place in rank order: (B, ranks * chunks)
-        self.pieces: list[AttentionPiece] = []
-        self.segments: list[Segments] = []  # for each chunk's queries, the keys that they see
+        self.pieces = list[AttentionPiece]()
+        self.segments = list[Segments]()  # for each chunk's queries, the keys that they see
         self._positions: Tensor | None = None  # places in documents, (B, T); None for one document each
         self.documents: Documents | None = None  # if the rank sees all positions
 

@@ -321,7 +321,8 @@ def _first_weights(config: TransformersConfig, seed: int) -> Any:
             raise ValueError(f"model.folder: transformers cannot load {config.folder}: {_told(error)}") from None
     if wrong := [f"{kind.removesuffix('_keys')} {sorted(map(str, keys))[:4]}" for kind, keys in told.items() if keys]:
         raise ValueError(
-            f"model.folder: the weights in {config.folder} are not those of its config.json: {'; '.join(wrong)}"
+            f"model.folder: the weights in {config.folder} are not those of its config.json: {'; '.join(wrong)}; does "
+            "that file lack a key, as tie_word_embeddings, or is one changed?"
         )
     _judge_stored(model, config, files)
     return _predicting(model)

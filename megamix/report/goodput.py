@@ -74,7 +74,7 @@ def read_goodput(folder: Path, now_t: float | None = None) -> Goodput:
         raise ValueError(f"RUN: {folder} {lacks}; give the checkpoint.folder of a run")
     if rows[-1]["kind"] != "end":
         rows.append(_present(folder, rows, time.time() if now_t is None else now_t))
-    starts: list[OneStart] = []
+    starts = list[OneStart]()
     kept = None  # the update from which the starts after this one went on
     for _, group in groupby(reversed(rows), itemgetter("starts")):
         starts.append(_one_start([*group][::-1], kept))

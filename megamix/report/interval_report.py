@@ -48,11 +48,11 @@ class IntervalReport:
         self._mfu_per_token_rate = mfu_per_token_rate
         clock.enabled = True
         self._start_s = time.perf_counter()
-        self._launched: list[int] = []  # tokens of each attempt of the interval so far
+        self._launched = list[int]()  # tokens of each attempt of the interval so far
         self._tokens_per_s = 0.0  # in the last interval
         # Seconds of one attempt of the last interval, on average, and of each of its spans.
         self._step_s, self.span_s = math.inf, dict[str, float]()
-        self.losses: list[float] = []  # losses of the interval so far
+        self.losses = list[float]()  # losses of the interval so far
         self.tokens = 0  # tokens of all updates so far
 
     def launched(self, tokens: int) -> None:

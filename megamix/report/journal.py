@@ -49,7 +49,7 @@ class Journal:
         self.starts = 0
         self.ledger, self._folder, self._reached = ledger, folder, reached
         self._file = LogFile(partial(Path, folder, EVENTS))
-        self._rows: deque[bytes] = deque()  # that no thread has given to the file yet
+        self._rows = deque[bytes]()  # that no thread has given to the file yet
         self._writing, self._beating = threading.Lock(), threading.Lock()
         self._ended = False
 
@@ -133,7 +133,7 @@ def read_rows(folder: Path) -> list[Row]:
     """Return the events of a run's folder; none if there is no file. Lines that no run has written whole are left out,
     and so are rows of a start that a later one has taken for dead. Raises: OSError.
     """
-    rows: list[Row] = []
+    rows = list[Row]()
     if (folder / EVENTS).is_file():
         for line in (folder / EVENTS).read_bytes().split(b"\n"):
             row = parsed(line)

@@ -59,7 +59,7 @@ class Ledger:
         self._now_s = now_s
         self.begin_at(began_s)
         self._phase = START
-        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._seconds = defaultdict[str, float](float)
         self._usual_s: float | None = None  # of an attempt
         self._launches = 0
         self._lock = threading.Lock()

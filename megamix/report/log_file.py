@@ -37,7 +37,7 @@ class LogFile:
         self._new_path, self._head = new_path, head
         self.path = new_path()
         self._descriptor: int | None = None
-        self._held: deque[bytes] = deque()
+        self._held = deque[bytes]()
         self._in_trouble = False
         self._late = self._lost = 0  # number of late and of lost rows since the trouble began
 

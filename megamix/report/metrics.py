@@ -126,7 +126,7 @@ def load_tags(counts: Mapping[str, Sequence[float]], *, detailed: bool) -> dict[
     """Return the loads of an update by tag: the largest and the smallest count over the mean, and the entropy of the
     shares over that of equal ones. `counts`: by layer. `detailed`: the counts, too.
     """
-    tags: dict[str, float | list[int]] = {}
+    tags = dict[str, float | list[int]]()
     for layer, each in counts.items():
         loads = over_mean(each)
         # The entropy of n shares p is -sum(p ln p), at most ln n; a load is n p.
@@ -252,7 +252,7 @@ class MetricsWriter:
 
     def write_precision(self, step: int, layers: Mapping[str, LayerPrecision]) -> None:
         """Write an examined step, layer by layer, as one row. TensorBoard gets the exponents as a histogram."""
-        row: dict[str, object] = {}
+        row = dict[str, object]()
         for layer, precision in layers.items():
             row |= {precision_tag(name, layer): value for name, value in asdict(precision).items()}
         self._write(step, row)

@@ -63,7 +63,7 @@ def write_report(folder: Path, *, numbers: bool) -> Iterator[str]:
     yield verdict(goodput)
     if goodput.compared:
         yield goodput.compared
-    pictures: dict[str, bytes] = {}
+    pictures = dict[str, bytes]()
     try:
         import_extra("matplotlib", "plot", what="no pictures: ")
     except ValueError as error:

@@ -41,7 +41,7 @@ class Profiling:
         self._engine, self._console, self._writer = engine, console, writer
         self._trace = Path(config.checkpoint.folder) / f"trace_rank{engine.topology.world.rank}.json"
         self._profiler: torch.profiler.profile | None = None
-        self._timelines: dict[int, Timeline] = {}
+        self._timelines = dict[int, Timeline]()
 
     @contextmanager
     def attempt(self, number: int, update: int) -> Iterator[None]:
@@ -82,7 +82,7 @@ class Profiling:
 
 def _rows_by_bucket(transfers: Sequence[Transfer]) -> Iterator[dict[str, float]]:
     """Yield a row for each bucket, or several if a step sends it more than once: for each micro-batch or pass."""
-    rows: dict[tuple[int, int], dict[str, float]] = {}
+    rows = dict[tuple[int, int], dict[str, float]]()
     times = Counter[tuple[str, int]]()
     for kind, bucket, *seconds in transfers:
         row = rows.setdefault((bucket, times[kind, bucket]), {TRANSFERS + "bucket": bucket})

@@ -47,7 +47,7 @@ class PrometheusTracker(Tracker):
 
     def __init__(self, *, file: str, folder: Path, config: Mapping[str, Any]):
         self._path, self._run = Path(file), _escaped(str(folder))
-        self._values: dict[_Metric, dict[str, float]] = {}  # by metric and label
+        self._values = dict[_Metric, dict[str, float]]()  # by metric and label
         self._set(_RUNNING, 1)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:

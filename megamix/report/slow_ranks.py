@@ -67,7 +67,7 @@ class SlowRanks:
 
     def judge(self, times: np.ndarray) -> list[Slow]:
         """Return what is slow now. `times`: FP64 (ranks, KINDS), the seconds of an attempt in each kind of work."""
-        found: list[Slow] = []
+        found = list[Slow]()
         totals = np.zeros((len(self._sizes), len(KINDS)))
         np.add.at(totals, self._stages, times)
         for ranks, is_node, ratios in self._parties:

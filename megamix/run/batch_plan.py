@@ -108,9 +108,9 @@ class BatchPlan:
         state = state or PlanState()
         self.applied, self._cursor, self._last_applied_scale = state.applied, state.cursor, state.last_applied_scale
         self.launched = state.attempts  # attempts handed out
-        self._in_flight: deque[Attempt] = deque()
+        self._in_flight = deque[Attempt]()
         # Batches that overflowed, each after the number of the attempt at which it is due, in this order.
-        self._waiting: deque[tuple[int, GlobalBatch]] = deque()
+        self._waiting = deque[tuple[int, GlobalBatch]]()
         self._left_over: Samples = ()  # samples of overflowed batches of another size; they come before new samples
         for item in state.waiting:
             batch = item.batch

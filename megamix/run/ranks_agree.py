@@ -118,7 +118,7 @@ def _outcome(board: Board, size: int) -> tuple[list[str], str]:
     if silent := board.missing([f"digest {rank}" for rank in range(size)]):
         to_blame = [rank for rank in silent if not board.has(f"waits {rank}")] or silent
         return [], f"no sign of life from {names(to_blame)} {board.limit} after the ranks had met"
-    ranks_of: dict[str, list[int]] = defaultdict(list)
+    ranks_of = defaultdict[str, list[int]](list)
     for rank in range(size):
         ranks_of[board.read(f"digest {rank}")].append(rank)
     groups = [RankGroup(ranks, board.read(f"record {digest}")) for digest, ranks in ranks_of.items()]
@@ -202,7 +202,7 @@ def differences(groups: Sequence[RankGroup]) -> list[str]:
     """
     lines = []
     for key in sorted({key for group in groups for key in group.started_with}):
-        ranks_of: dict[str, list[int]] = defaultdict(list)
+        ranks_of = defaultdict[str, list[int]](list)
         missing = _UNSET if key.startswith("content of ") else NOT_READ  # meaning of a key that a group lacks
         for group in groups:
             ranks_of[group.started_with.get(key, missing)] += group.ranks

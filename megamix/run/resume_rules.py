@@ -65,7 +65,7 @@ def _start_words(config: Config) -> str:
     own = [] if resume == "never" else checkpoints(checkpoint_folder(config))
     found = own or ([] if resume in RESUME_WORDS else [Path(resume)])
     record = record_of(config, data_fingerprints(config) if found else {})
-    damaged: list[str] = []
+    damaged = list[str]()
     for path in found:
         try:
             manifest = _manifest_of(path, config, record)

@@ -107,7 +107,7 @@ class RollCall:
 
 def names(ranks: Iterable[int]) -> str:
     """Return `rank 3`, or `ranks 0, 2, 4 to 9`. A long list is cut: it ends with the number of ranks left out."""
-    runs: list[list[int]] = []
+    runs = list[list[int]]()
     for rank in sorted(ranks):
         if runs and rank == runs[-1][-1] + 1:
             runs[-1].append(rank)

@@ -86,8 +86,8 @@ class RankPool:
         self.where = ("cuda:0" if share_card else "cuda") if on_gpus else "cpu"  # as `pool_for` takes it
         self._actor, self._environment, self._deadline_s = actor, environment, deadline_s
         self._who, self._stacks = f"{name}: rank" if name else "rank", stacks
-        self._pipes: list[Connection] = []
-        self._processes: list[BaseProcess] = []
+        self._pipes = list[Connection]()
+        self._processes = list[BaseProcess]()
         self._folder: tempfile.TemporaryDirectory[str] | None = None  # folder in which the ranks meet
 
     def call(self, function: Callable[..., T], *args: Any, deadline_s: float | None = None) -> list[T]:
@@ -214,7 +214,7 @@ def _serve(rank: int, world_size: int, folder: str, pipe: Connection, where: str
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a job would take the GPU that it sees
     else:
         torch.cuda.set_device(card)
-    held: list[object] = []
+    held = list[object]()
     while (request := _request(pipe)) is not None:
         function, args, world, hold = request
         if world is not None:

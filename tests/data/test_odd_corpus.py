@@ -129,7 +129,9 @@ TEXTS = {
         '{"text": "a"}\n'.encode("utf-16-le"), [], [("no JSON", 27, False), ("no JSON", 1, False)],
     ),
     "two.json": (b'[{"a": 1}]', [], [("no key 'text'", 8, False)]),
-    "utf16.txt": whole("text".encode("utf-16"), "not UTF-8: byte 0xff at 0"),
+    "utf16.txt": whole(
+        "text".encode("utf-16"), "not UTF-8: byte 0xff at 0 (invalid start byte); perhaps iconv -f utf-16 -t utf-8 IN",
+    ),
     "z_objects.txt": (records("told"), [records("told").decode()], []),
     "ß日本.txt": ("Straße".encode(), ["Straße"], []),
 }  # fmt: skip

@@ -92,7 +92,8 @@ def test_every_document_lands_whole_in_exactly_one_part_and_the_manifest_says_so
     assert (prepared.manifest, prepared.reused) == (manifest, False)
     assert manifest["num_bad_records"] == 1
     (bad,) = (output / "bad_records.jsonl").read_text().splitlines()
-    reason = "not UTF-8: byte 0xe4 at 1 (invalid continuation byte)"
+    reason = "not UTF-8: byte 0xe4 at 1 (invalid continuation byte); "
+    reason += "perhaps iconv -f latin1 -t utf-8 IN > OUT re-encodes it"
     path = str(text_dir / "latin.txt")
     assert json.loads(bad) == {"path": path, "reason": reason, "num_bytes": 4, "whole_file": True}
     assert len(manifest["request"]["files"]) == 41
@@ -113,7 +114,7 @@ def test_empty_files_and_records_are_counted_and_the_files_named(tmp_path):
     for name, text in {"a.txt": "words " * 50, "b.txt": "", "c.txt": ""}.items():
         (tmp_path / name).write_text(text)
     told = prepare(tmp_path, tmp_path / "out", None, 0.0).summary()
-    assert told.endswith("; train 1 document, 301 tokens; 2 empty documents left out: b.txt, c.txt")
+    assert told.endswith("; train 1 document, 301 tokens; 2 empty documents left out, among them b.txt, c.txt")
     assert not list((tmp_path / "out").glob("valid*"))
     (tmp_path / "a.jsonl").write_text('{"text": "word"}\n{"text": ""}\n')
     told = prepare(tmp_path / "a.jsonl", tmp_path / "records", None, 0.0).summary()
@@ -282,7 +283,7 @@ def test_a_corpus_without_text_leaves_no_output_and_says_what_it_holds(tmp_path)
     (text / "bom.txt").write_bytes(b"\xef\xbb\xbf")
     refused("holds no text, only 5 empty documents; name the key")
     (text / "latin.txt").write_bytes(b"K\xe4se")
-    iconv = r".*latin.txt: not UTF-8.*; re-encode such files \(iconv -f latin1 -t utf-8 IN > OUT; -f utf-16 if"
+    iconv = r".*latin.txt: not UTF-8: byte 0xe4 at 1 .*; perhaps iconv -f latin1 -t utf-8 IN > OUT re-encodes it"
     refused(r"8.70 % of the bytes, more than --allow-lost 1, cannot be read: 1 file \(4 bytes\), the first: " + iconv)
     refused(r"holds no text, only 5 empty documents; 1 file \(4 bytes\), the first: .*latin", allow_lost=100)
     assert list(output.parent.iterdir()) == []

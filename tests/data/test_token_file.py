@@ -169,7 +169,7 @@ def test_a_negative_id_of_a_signed_file_is_found(tmp_path):
     prefix = write(tmp_path / "train", vocab_size=2**17)
     np.array([1, 2, 3, -4, 5, 6], dtype="<i4").tofile(bin_path(prefix))
     assert "holds token id -4" in problems(prefix)
-    assert "or write the file again" in problems(prefix)
+    assert "or prepare the text again by the model's own tokenizer (--tokenizer)" in problems(prefix)
 
 
 def test_a_file_shorter_than_one_sample_is_found_with_all_other_problems(tmp_path):

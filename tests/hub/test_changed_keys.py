@@ -45,6 +45,8 @@ def test_a_changed_key_gives_transformers_logits_or_is_refused(family, number, t
         ("llama", {"rope_parameters": YARN, "rope_scaling": YARN | {"rope_theta": 1e4}}, "equal"),
         ("llama", {"rope_parameters": YARN, "original_max_position_embeddings": 200}, "equal"),
         ("llama", {"per_layer_config": {"0": {"num_key_value_heads": 1}}}, "per_layer_config is set"),
+        ("llama", {"rope_parameters": {"rope_type": "llama3", "factor": 4.0}}, "llama3 needs low_freq_factor and"),
+        ("llama", {"rope_parameters": None, "rope_scaling": {"type": "linear"}}, "linear needs factor, which"),
         ("mixtral", {"rope_parameters": None}, "equal"),
     ],
 )

@@ -86,7 +86,7 @@ OTHERS = "; to train it as it is, write family ="
         ({"model_type": "mixtral", "num_local_experts": None}, "experts.num_experts: got None"),
         ({"model_type": "mixtral", "layer_types": ["full_attention"] * 2}, "is not read by such a model; leave it out"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type is 'dynamic'"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 0.5}}, "rope_scaling: factor: got 0.5"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 0.5}}, "rope_scaling: factor: got 0.5"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, megamix rotates whole heads"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 5.0}}}, "rope_parameters differ by layer"),
         ({"quantization_config": {"bits": 4}}, "quantization_config: the weights are quantised"),
@@ -138,6 +138,16 @@ def test_missing_unknown_and_misshapen_tensors_are_all_named(tmp_path):
         assert told in str(error.value)
 
 
+def test_shapes_that_a_default_gives_name_its_key(tmp_path):
+    write_hugging_face(LLAMA, tmp_path / "hf")
+    config = json.loads((tmp_path / "hf/config.json").read_text())
+    less = {key: value for key, value in config.items() if key not in ("num_key_value_heads", "tie_word_embeddings")}
+    (tmp_path / "hf/config.json").write_text(json.dumps(less))
+    told = "that file lacks num_key_value_heads, tie_word_embeddings: are the defaults right"
+    with pytest.raises(ValueError, match=told):
+        import_model(tmp_path / "hf", tmp_path / "in")
+
+
 def test_buffers_a_tied_head_and_names_without_their_base_are_known(tmp_path):
     model = write_hugging_face(GPT2, tmp_path / "hf")
 
@@ -178,10 +188,10 @@ def test_what_nobody_reads_and_names_with_a_wrapper_s_prefix_are_told(tmp_path, 
     loaded = open_source(tmp_path / "hf").load(torch.float32, torch.device("cpu"))
     assert all(torch.equal(one, two) for one, two in zip(model.parameters(), loaded.parameters(), strict=True))
     wrapped, files, buffers, keys = caplog.messages
-    assert files.endswith("1 files are not read: adapter_model.safetensors")
-    assert f"{len(tensors)} names of tensors are read without the prefixes of wrappers: module." in wrapped
-    assert "1 buffers are not read, as they follow from config.json: model.layers.0.self_attn.rotary_emb" in buffers
-    assert keys.endswith("1 keys of config.json are not read: no_such")
+    assert files.endswith("files are not read (1): adapter_model.safetensors")
+    assert f"names of tensors are read without the prefixes of wrappers ({len(tensors)}): module." in wrapped
+    assert "buffers are not read, as they follow from config.json (1): model.layers.0.self_attn.rotary_emb" in buffers
+    assert keys.endswith("keys of config.json are not read (1): no_such")
     save_file(tensors | {"model.norm.weight": torch.ones(12)}, path)
     with pytest.raises(ValueError, match="has a second tensor in place of (module.)?model.norm.weight"):
         open_source(tmp_path / "hf")

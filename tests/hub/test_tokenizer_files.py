@@ -67,8 +67,10 @@ def _loaded(folder):
 
 
 @pytest.mark.parametrize("begin", [[], ["--begin-token"], ["--begin-token", "<mine>"]])
-def test_settings_and_beginning_go_from_prepare_to_import(tmp_path, theirs, monkeypatch, begin):
+def test_settings_and_beginning_go_from_prepare_to_import(tmp_path, theirs, monkeypatch, caplog, begin):
     ids = _prepare(tmp_path, theirs / "tokenizer.json", *begin)
+    left_out = "begins a text with <s>, but documents begin without it; --begin-token writes it"
+    assert sum(left_out in message for message in caplog.messages) == (not begin)
     own = tokenizers.Tokenizer.from_file(str(theirs / "tokenizer.json"))
     first = [own.token_to_id(token) for token in (["<s>", *begin][-1].replace("--begin-token", "<s>"),) if begin]
     assert [ids.count(token_id) for token_id in first] == [9] * len(first)
@@ -90,7 +92,7 @@ def test_settings_and_beginning_go_from_prepare_to_import(tmp_path, theirs, monk
     assert [prompt.tolist() for prompt in prompts] == [[[*first, *words]]] * 2
 
     other = tiny_job(tmp_path, tokenizer=str(theirs / "tokenizer.json"), **settings)  # puts <s> before a text
-    told = [["data.tokenizer" in line for line in data_warnings(it, 1)] for it in (config, other)]
+    told = [["prepare again with --begin-token" in line for line in data_warnings(it, 1)] for it in (config, other)]
     assert told == [[], [] if begin == ["--begin-token"] else [True]]
 
     settings = {key: value for key, value in SETTINGS.items() if key != "auto_map"}  # transformers would ask for code

@@ -82,9 +82,9 @@ def input_corpus(paths: Sequence[str], split: str = "train", text_key: str = "te
 
     Raises: ValueError for a path that is none of these, or holds no file.
     """
-    files: list[CorpusFile] = []
-    passed_over: list[CorpusFile] = []
-    given: dict[str, int] = {}  # by file, index of the path that holds it
+    files = list[CorpusFile]()
+    passed_over = list[CorpusFile]()
+    given = dict[str, int]()  # by file, index of the path that holds it
     for number, path in enumerate(paths):
         found = _hub_files(path, split) if path.startswith(_HUB) else _path_files(path, split, text_key)
         passed_over += [file for file in found if file.passed_over]
@@ -106,7 +106,7 @@ def input_corpus(paths: Sequence[str], split: str = "train", text_key: str = "te
 
 
 def _told(unread: Sequence[CorpusFile]) -> str:
-    sizes: dict[str, list[int]] = {}
+    sizes = dict[str, list[int]]()
     for file in unread:
         size = os.path.getsize(file.path) if os.path.exists(file.path) else 0  # a link may lead to nothing
         sizes.setdefault(file.passed_over, []).append(size)
@@ -120,8 +120,8 @@ def folder_files(root: Path, suffix: str = "", left_out: frozenset[str] = frozen
     Hidden files, hidden directories and `left_out` directories are not read. Links to directories are followed last, so
     that no directory is read twice and files have their names from the real directory.
     """
-    names: list[str] = []
-    read: set[Path] = set()
+    names = list[str]()
+    read = set[Path]()
     tops = deque([root])
     while tops:
         for folder, subfolders, files in os.walk(tops.popleft(), onerror=_raise):
@@ -178,7 +178,7 @@ def _readable(given: str, files: tuple[CorpusFile, ...], text_key: str) -> tuple
 
     Raises: ValueError if no file remains.
     """
-    kinds: dict[CorpusFile, str] = {}  # those that the content decides
+    kinds = dict[CorpusFile, str]()  # those that the content decides
     if any(file.kind in _TABLES for file in files):
         others = [file for file in files if file.kind in ("text", "json", "jsonl")]
         why = dict.fromkeys(others, "beside Parquet or Arrow")

@@ -9,7 +9,7 @@ from typing import Any
 
 from megamix.data.prepare.corpus import counted
 from megamix.data.prepare.plan import PlannedFile
-from megamix.data.prepare.records import NOT_UTF8, BadRecord
+from megamix.data.prepare.records import BadRecord
 from megamix.durable import write_text
 
 BAD_RECORDS_NAME = "bad_records.jsonl"
@@ -42,7 +42,7 @@ def count_losses(lines: Sequence[Line], sizes: Mapping[str, int]) -> dict[str, f
 
 def told_losses(lines: Sequence[Line]) -> str:
     """Return the number of files and of bad records for each kind of reason, their bytes and the first of them."""
-    groups: dict[tuple[bool, str], list[Line]] = {}
+    groups = dict[tuple[bool, str], list[Line]]()
     for line in _counted_once(lines):
         groups.setdefault((line["whole_file"], re.split("[:;(]", line["reason"])[0]), []).append(line)
     told = []
@@ -74,8 +74,6 @@ def check_losses(
     if not passed:
         return
     fix = "correct them, or give a higher limit"
-    if any(line["reason"].startswith(NOT_UTF8) for line in lines):
-        fix = f"re-encode such files (iconv -f latin1 -t utf-8 IN > OUT; -f utf-16 if byte 0 is 0xff); {fix}"
     if side_file:
         write_lines(side_file, lines)
         fix = f"those found so far lie in {side_file}; {fix}: what is encoded is kept"

@@ -90,8 +90,8 @@ def make_plan(corpus: Corpus, progress: ProgressLine, text_key: str = "text", pi
     """
     total = sum(os.path.getsize(file.path) for file in corpus.files)
     progress.begin(f"checksums of {len(corpus.files):,} file(s)", total)
-    files: list[PlannedFile] = []
-    stretches: list[tuple[PlannedFile, Stretch]] = []
+    files = list[PlannedFile]()
+    stretches = list[tuple[PlannedFile, Stretch]]()
     with ThreadPoolExecutor(num_cores()) as threads:  # hashing releases the interpreter's lock
         for planned, cut in threads.map(lambda file: _plan_file(file, text_key, piece_bytes), corpus.files):
             files.append(planned)
@@ -103,7 +103,7 @@ def make_plan(corpus: Corpus, progress: ProgressLine, text_key: str = "text", pi
 
 def grouped(items: Iterable[T], size: Callable[[T], int], most: int) -> Iterator[list[T]]:
     """Yield the items in order, in groups: a group ends with the item by which its sizes add up to `most` or more."""
-    group: list[T] = []
+    group = list[T]()
     total = 0
     for item in items:
         group.append(item)

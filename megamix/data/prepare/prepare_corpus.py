@@ -79,25 +79,27 @@ class Prepared(NamedTuple):
 
     def summary(self) -> str:
         """Return one line for the console."""
+        noted = self.manifest
         counts = [
             f"{name} {counted(part['num_documents'], 'document')}, {part['num_tokens']:,} tokens"
-            for name, part in self.manifest["parts"].items()
+            for name, part in noted["parts"].items()
         ]
-        sample = self.manifest.get("tokenizer_bytes")
+        sample = noted.get("tokenizer_bytes")
         learned = f", learned from {sample / 2**20:g} MiB spread over the corpus" if sample else ""
-        asked = self.manifest["request"].get("vocab_size") or 0  # 0: no tokenizer was trained
-        fewer = f" (asked for {asked}: the text has no more to learn)" if self.manifest["vocab_size"] < asked else ""
+        asked = noted["request"].get("vocab_size") or 0  # 0: no tokenizer was trained
+        fewer = f" (asked for {asked}: the text has no more to learn)" if noted["vocab_size"] < asked else ""
         left_out = ""
-        if self.manifest["num_bad_records"]:
+        if noted["num_bad_records"]:
             text = (self.output_dir / BAD_RECORDS_NAME).read_text(encoding="utf-8")
             told = told_losses([json.loads(line) for line in text.splitlines()])
-            left_out = f"; left out {self.manifest['lost']['percent']:.2f} % of the bytes ({BAD_RECORDS_NAME}): {told}"
-        empty = [file["path"] for file in self.manifest["request"]["files"] if not file["num_bytes"]]
-        if num_empty := self.manifest["num_empty"]:
-            left_out += f"; {counted(num_empty, 'empty document')} left out{': ' if empty else ''}{first_few(empty)}"
+            left_out = f"; left out {noted['lost']['percent']:.2f} % of the bytes ({BAD_RECORDS_NAME}): {told}"
+        empty = [file["path"] for file in noted["request"]["files"] if not file["num_bytes"]]
+        if num_empty := noted["num_empty"]:
+            among = f", among them {first_few(empty)}" if empty else ""
+            left_out += f"; {counted(num_empty, 'empty document')} left out{among}"
         return (
             f"{self.output_dir}: {'already prepared' if self.reused else 'prepared'}; "
-            f"vocabulary {self.manifest['vocab_size']}{fewer}{learned}; {'; '.join(counts)}{left_out}"
+            f"vocabulary {noted['vocab_size']}{fewer}{learned}; {'; '.join(counts)}{left_out}"
         )
 
 

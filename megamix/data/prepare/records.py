@@ -9,7 +9,6 @@ from megamix.data.prepare.compressed import DAMAGE, open_plain
 
 # Bytes. While a record is encoded, memory holds it in several forms, one of them its token ids as Python numbers.
 LONGEST_DOCUMENT = 2**26
-NOT_UTF8 = "not UTF-8"  # how the reason of such a bad record begins
 BOM = b"\xef\xbb\xbf"  # some editors begin a file with these three bytes, which are no part of its text
 
 
@@ -61,7 +60,9 @@ def decoded(content: bytes) -> Record:
 
 
 def not_utf8(error: UnicodeDecodeError) -> str:
-    return f"{NOT_UTF8}: byte 0x{error.object[error.start]:02x} at {error.start} ({error.reason})"
+    encoding = "utf-16" if error.object.startswith((b"\xff\xfe", b"\xfe\xff")) else "latin1"
+    place = f"byte 0x{error.object[error.start]:02x} at {error.start}"
+    return f"not UTF-8: {place} ({error.reason}); perhaps iconv -f {encoding} -t utf-8 IN > OUT re-encodes it"
 
 
 # Names of types as the files have them, not Python's.

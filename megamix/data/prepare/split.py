@@ -52,12 +52,12 @@ def split_of(files: Sequence[PlannedFile], valid_fraction: float) -> Split:
     was tables of character sets, a sixth of its text, and validation ended .37 nats below training.
     """
     longest = valid_fraction * sum(planned.num_bytes for planned in files if not planned.file.passed_over) / 2
-    strata: dict[tuple[str, int], list[str]] = defaultdict(list)  # by folder, and by length within a factor of two
+    strata = defaultdict[tuple[str, int], list[str]](list)  # by folder, and by length within a factor of two
     for planned in files:
         if planned.file.drawn_by_name and 0 < planned.num_bytes <= longest:
             folder, _, _ = planned.file.name.rpartition("/")
             strata[folder, planned.num_bytes.bit_length()].append(planned.file.name)
-    held_out: list[str] = []
+    held_out = list[str]()
     seen = 0
     for _, names in sorted(strata.items()):
         seen += len(names)

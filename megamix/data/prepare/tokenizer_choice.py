@@ -1,5 +1,6 @@
 """The tokenizer of a prepare: trained on the corpus, the user's own file, or bytes."""
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,8 @@ from megamix.data.tokenizer_files import tokenizer_files
 from megamix.data.tokenizer_kinds import ByteTokenizer
 from megamix.durable import folder_aside
 from megamix.progress import ProgressLine
+
+log = logging.getLogger("megamix")
 
 TRAIN, BYTES = "train", "bytes"
 # Bytes of text for training, taken from the beginnings of so many pieces. A trainer's memory grows with the words that
@@ -78,7 +81,13 @@ class TokenizerChoice:
     def manifest(self) -> dict[str, Any]:
         if self.what in (TRAIN, BYTES):
             return {"tokenizer": self.what, "vocab_size": self.vocab_size}
-        tokenizer, path = self.open_file(), Path(self.what)
+        path = Path(self.what)
+        tokenizer = open_tokenizer(path, self.end_token)
+        begins = tokenizer.begin
+        tokenizer.begin_with(self.begin_token)
+        if begins and not tokenizer.begin:
+            what = f"{path} begins a text with {tokenizer.begin_token}"
+            log.warning("--tokenizer %s, but documents begin without it; --begin-token writes it", what)
         request: dict[str, Any] = {"tokenizer": file_fingerprint(path), "end_token": tokenizer.end_token}
         request |= {"begin_token": tokenizer.begin_token} if tokenizer.begin else {}
         beside = [file_fingerprint(file) for file in tokenizer_files(path).values() if file != path]
@@ -122,7 +131,7 @@ def _training_texts(plan: Plan, split: Split, progress: ProgressLine) -> Iterato
     total = sum(piece.num_bytes for piece in pieces)
     progress.begin("learning the tokenizer, counting its words", total=min(total, TRAIN_BYTES))
     report = PieceReport()
-    held: list[str] = []
+    held = list[str]()
     least = 2**64  # draw of those that are held
     for piece in pieces:
         left = TRAIN_BYTES * piece.num_bytes // total

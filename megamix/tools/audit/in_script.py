@@ -44,8 +44,8 @@ class ScriptAudit:
         self._leader: weakref.ref[Optimizer] | None = None
         self._first: Tensor | None = None  # parameter of the leader
         self._made, self._again, self._first_number = 0, 0, 1
-        self._optimizers: list[Optimizer] = []
-        self._stepped: list[Optimizer] = []  # since the watch began
+        self._optimizers = list[Optimizer]()
+        self._stepped = list[Optimizer]()  # since the watch began
         self._watch: Watch | None = None
         self._not_finite: NotFinite | None = None  # before the watch began
         self._stack = ExitStack()

@@ -31,7 +31,7 @@ _TOO_EARLY = "audit: nothing is known before the step is over; read the report a
 
 def make_rows(facts: Collection[ParamFacts]) -> list[ParamFacts]:
     """Return a row for each pattern of parameters that are alike in every dtype, in the order of their first ones."""
-    groups: defaultdict[tuple[str, ...], list[ParamFacts]] = defaultdict(list)
+    groups = defaultdict[tuple[str, ...], list[ParamFacts]](list)
     for one in facts:
         groups[one.pattern, one.kind, *one.dtypes.values(), *one.moments, *one.moments.values()].append(one)
     sizes, rows = Counter(one.pattern for one in facts), []

@@ -156,7 +156,7 @@ def engine_updates(engine: ShardedEngine, facts: Mapping[str, ParamFacts], watch
     applied, skipped = int(engine.applied_updates), int(engine.skipped_steps)
     watch.loss_scale = float(engine.loss_scale.loss_scale)
     table = tuple(engine.optimizer.lr_table())
-    updates: list[Update] = []
+    updates = list[Update]()
     for owned in engine.owned_ranges():
         group = engine.optimizer.group_of(owned.spec.name, owned.spec.full_shape)
         lr, one = number_at(table, applied + 1) * group.lr_factor, facts[owned.spec.name]

@@ -130,8 +130,8 @@ def _odd_ones(facts: Sequence[ParamFacts]) -> Iterator[AuditWarning]:
     # A setting chooses the layers with products in FP8, so they are no odd ones.
     in_fp8 = any(one.dtypes["compute"] == FP8 for one in facts)
     columns = ("storage", *([] if in_fp8 else ["compute"]), "master", "moments")
-    alike: defaultdict[tuple[str, str], list[tuple[str, tuple[str, ...]]]] = defaultdict(list)
-    votes: defaultdict[str, Counter[tuple[str, ...]]] = defaultdict(Counter)
+    alike = defaultdict[tuple[str, str], list[tuple[str, tuple[str, ...]]]](list)
+    votes = defaultdict[str, Counter[tuple[str, ...]]](Counter)
     for one in facts:
         kept = tuple(one.dtypes[column] for column in columns)
         alike[one.pattern, one.kind].append((one.name, kept))

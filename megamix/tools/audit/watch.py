@@ -45,18 +45,18 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
-        self.computed: defaultdict[str, set[torch.dtype]] = defaultdict(set)
-        self.reduced: set[torch.dtype] = set()  # dtypes that ranks summed behind the forward
+        self.computed = defaultdict[str, set[torch.dtype]](set)
+        self.reduced = set[torch.dtype]()  # dtypes that ranks summed behind the forward
         self.loss_scale: float | None = None
         self.steps, self.overflowed = 0, False
-        self.losses: list[Tensor] = []  # those of the last backward pass
+        self.losses = list[Tensor]()  # those of the last backward pass
         self.first: NotFinite | None = None
         self.sent = False  # whether ranks sent more than a few numbers
         self.divided = False  # whether they sent activations, so that each may hold a part of the model
-        self.moved: set[str] = set()  # parameters that were copied into another tensor in forward
+        self.moved = set[str]()  # parameters that were copied into another tensor in forward
         self.inside_forward = False  # forward of the whole model
         self.hooks = ExitStack()
-        self._followed: set[Tensor] = set()
+        self._followed = set[Tensor]()
         self._places: dict[int, tuple[_Weak, list[tuple[int, str]]]] = {}  # by storage: starts and names
         # Casts in backward: the dtype before, and how many elements became zero.
         self._sources: dict[int, tuple[_Weak, tuple[torch.dtype, Tensor | None]]] = {}

@@ -150,7 +150,7 @@ class TorchPipeline(Autocast):
         return loss / self.micro_batches  # cheaper than dividing the gradients, as the schedule would
 
     def forward_backward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        losses: list[Tensor] = []
+        losses = list[Tensor]()
         # One autocast around all micro-batches casts the weights once.
         with torch.autocast("cpu", self._dtype, enabled=self._dtype != torch.float32):
             inputs = (tokens,) if self.model.is_first else ()  # torch 2.11 refuses them elsewhere

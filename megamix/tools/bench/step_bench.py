@@ -47,7 +47,7 @@ class Stopwatch:
 
     def __init__(self, clock: Clock | None = None):
         self._clock = clock
-        self._ms: defaultdict[str, float] = defaultdict(float)
+        self._ms = defaultdict[str, float](float)
         self._last = time.perf_counter()
         self._last_cpu = time.thread_time()
 

@@ -70,7 +70,7 @@ def run_check(
     longer than a moment is named on stderr. `may_last`: it is not judged if it takes longer or has too little
     memory.
     """
-    answers: list[Sequence[Finding]] = []
+    answers = list[Sequence[Finding]]()
 
     def answer() -> None:
         try:

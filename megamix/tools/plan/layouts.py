@@ -95,7 +95,7 @@ class LayoutSearch:
         """Yield a layout for each setting of `shard` that saves work: those that save memory send more. `more`: bytes
         that are needed beside the least.
         """
-        done: list[object] = []
+        done = list[object]()
         for shard in shards:
             sharded = config.with_keys(parallelism={"shard": shard})
             for recompute in self._recomputes(sharded, more):

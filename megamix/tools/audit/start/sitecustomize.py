@@ -42,7 +42,7 @@ class Updates:
 
     def __init__(self, optimizer_module: Any):
         self.made = self.passes = 0
-        self.losses: list[Any] = []
+        self.losses = list[Any]()
         self.audit: Any = None
         self.torch = optimizer_module.torch
         autograd = self.torch.autograd

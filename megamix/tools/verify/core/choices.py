@@ -37,7 +37,7 @@ class WatchedRouter:
 
     def __init__(self, router: Router) -> None:
         self.told: Tensor | None = None  # INT64 (B, T, top_k); None: it chooses by itself
-        self._kept: list[Choice] = []
+        self._kept = list[Choice]()
         self._router, self._choose, self._x = router, router.choose, torch.empty(0)
         # The compiler would trace the list.
         self._keep: Callable[[Tensor, Tensor], None] = torch.compiler.disable(self._note)  # type: ignore[no-untyped-call]  # untyped in torch

@@ -36,8 +36,8 @@ class PlainUpdates:
         for number, (optimizer, group) in enumerate(self.plain):
             for param in filter(names.__contains__, group["params"]):
                 self.groups[names[param]], self.kept[names[param]] = number, kept_states(optimizer, group, param)
-        self.past: list[Tensors] = []  # weights before each step
-        self.counts: Counter[str] = Counter()  # updates of each parameter: torch makes none without a gradient
+        self.past = list[Tensors]()  # weights before each step
+        self.counts = Counter[str]()  # updates of each parameter: torch makes none without a gradient
 
     def comparable(self, verdict: Verdict, seen: SeenStep) -> SeenStep:
         """Return a step without the states that the plain optimizer does not keep, and note these in the verdict."""
@@ -57,7 +57,7 @@ class PlainUpdates:
         `unseen`: how far each gradient may be from the one that the update used.
         """
         updates = verdict.attempt + 1 - verdict.skipped  # with this one
-        held: dict[str, Tensors] = defaultdict(dict)
+        held = defaultdict[str, Tensors](dict)
         for (state, name), tensor in before.states.items():
             held[name][state] = tensor
         for name, number_of_group in self.groups.items():

@@ -294,7 +294,7 @@ def autocast_entered() -> Iterator[set[torch.dtype]]:
 
     An autocast that torch.compile traces is not seen.
     """
-    seen: set[torch.dtype] = set()
+    seen = set[torch.dtype]()
     enter = torch.autocast.__enter__
 
     def noted(self: torch.autocast) -> Any:

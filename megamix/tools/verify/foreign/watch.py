@@ -96,7 +96,7 @@ class _Witness:
         self.dtypes, self._loss = computes_in(module), trainer.loss
         trainer.loss = self._noted_loss  # type: ignore[method-assign]  # a step may call `loss`
         self._begin()
-        self.inside: Counter[Optimizer] = Counter()  # a step may call its base class's step
+        self.inside = Counter[Optimizer]()  # a step may call its base class's step
         for optimizer in optimizers:
             optimizer.register_step_pre_hook(lambda one, *_: self._before_update(one))
             optimizer.register_step_post_hook(lambda one, *_: self.inside.subtract([one]))
@@ -104,7 +104,7 @@ class _Witness:
     def _begin(self) -> None:
         scale = self.trainer.scaler.get_scale() if self.trainer.scaler else 1.0
         self.seen = SeenStep(updates=[0] * len(self.optimizers), loss_scale=scale, dtypes=self.dtypes)
-        self.losses: list[torch.Tensor] = []
+        self.losses = list[torch.Tensor]()
 
     def _noted_loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
         loss = self._loss(model, batch)

@@ -106,7 +106,7 @@ def watch_job(config: Config, until: int | None = None) -> list[Seen]:
     """Train a job, to its end or until it is asked to leave after an update. Every rank of its layout must call it."""
     if (device := rank_device()).type == "cuda":
         os.environ["LOCAL_RANK"] = str(device.index)  # as the launcher does
-    seen: list[Seen] = []
+    seen = list[Seen]()
     with redirect_stdout(io.StringIO()), suppress(PreemptedError):
         run_job(config, make=partial(_WatchedTrainer, until, seen))
     return seen
