@@ -56,11 +56,12 @@ def test_a_document_is_alone_in_a_packed_sequence_and_in_generation(more):
     positions = torch.cat([torch.arange(length) for length in LENGTHS])
     with torch.no_grad():
         alone = model(tokens[:, 12:])
-        assert torch.equal(model(tokens, positions=positions)[:, 12:], alone)
+        packed = model(tokens, positions=positions)[:, 12:]
         cache = model.new_cache(12)
         steps = [model(tokens[:, 12:18], cache=cache), *(model(tokens[:, [at]], cache=cache) for at in range(18, T))]
-        # FP32 sums of at most 128 terms, in another order.
-        torch.testing.assert_close(torch.cat(steps, 1), alone[:, 5:], rtol=128 * U32, atol=128 * U32)
+        # FP32 sums of at most 128 terms, in another order: a machine's kernels depend on the shape.
+        for got, want in ((packed, alone), (torch.cat(steps, 1), alone[:, 5:])):
+            torch.testing.assert_close(got, want, rtol=128 * U32, atol=128 * U32)
 
 
 def test_a_gpu_s_kernels_get_the_window():
