@@ -53,6 +53,10 @@ class TextTokenizer(ABC):
             raise ValueError(f"{flag}: {why}; name a token of the vocabulary, as in {flag} '<s>'")
         return found
 
+    def encode_prompt(self, text: str) -> list[int]:
+        """Return the token ids of the beginning of a text, with the tokens that the tokenizer puts before a text."""
+        return [*self.begin, *self.encode(text)]
+
     def encode_documents(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
         """Return the token ids of each document, with the tokens that begin it and the end token."""
         end = self.end_of_text

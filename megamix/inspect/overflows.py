@@ -89,7 +89,7 @@ def _where(peak: ParamPeak, origins: Origins) -> str:
         return f"{peak.fault}, among the {origins.left_out} places that are not listed"
     if not own:
         return f"{peak.fault} only in the sum over micro-batches and ranks, in no gradient by itself"
-    places: dict[tuple[str, int], list[str]] = {}
+    places = dict[tuple[str, int], list[str]]()
     for origin in own:
         places.setdefault((origin.fault, origin.rank), []).append(str(origin.micro_batch))
     return "; ".join(

@@ -35,8 +35,8 @@ class FromRank(NamedTuple):
 
 def combine(by_rank: list[FromRank]) -> dict[str, float]:
     """Combine the values of all ranks. Raises: ValueError, as `gather_recorded`."""
-    found: dict[tuple[str, Reduce], list[tuple[float, float]]] = {}
-    of_stage: dict[int, tuple[int, set[tuple[str, Reduce]]]] = {}  # a stage's first rank, and the names it recorded
+    found = dict[tuple[str, Reduce], list[tuple[float, float]]]()
+    of_stage = dict[int, tuple[int, set[tuple[str, Reduce]]]]()  # a stage's first rank, and the names it recorded
     for rank, mine in enumerate(by_rank):
         names = {(name, reduce) for name, reduce, *_ in mine.rows}
         first, others = of_stage.setdefault(mine.stage, (rank, names))

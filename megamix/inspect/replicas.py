@@ -68,7 +68,7 @@ def _state(engine: ShardedEngine, counters: Mapping[str, Numbers]) -> dict[str, 
 
 def _buckets_by_owners(engine: ShardedEngine) -> ItemsView[Collectives, list[Bucket]]:
     """Return the buckets by their owners, in the same order on all of these owners."""
-    found: dict[Collectives, list[Bucket]] = {}
+    found = dict[Collectives, list[Bucket]]()
     for bucket in engine.buckets:
         found.setdefault(bucket.owners, []).append(bucket)
     return found.items()
@@ -167,7 +167,7 @@ def _who_holds_what(what: str, by_rank: Sequence[float]) -> str:
     values = [repr(value) for value in by_rank]
     (usual, count), *_ = Counter(values).most_common(1)
     majority = 2 * count > len(values)
-    groups: dict[str, list[str]] = {}
+    groups = dict[str, list[str]]()
     for rank, value in enumerate(values):
         if not majority or value != usual:
             groups.setdefault(value, []).append(str(rank))

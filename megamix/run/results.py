@@ -138,9 +138,9 @@ def sample_text(
     if any("\ud800" <= character <= "\udfff" for character in prompt):  # surrogates stand for bytes that are no UTF-8
         raise ValueError(f"prompt must be UTF-8, got {prompt!r}: write it in UTF-8")
     device = next(model.parameters()).device
-    told = tokenizer.encode(prompt)
-    opens = [*tokenizer.begin] or ([] if told else [*end_tokens[:1]] or [tokenizer.end_of_text])
-    token_ids = [*opens, *told]
+    told = tokenizer.encode_prompt(prompt)
+    token_ids = told or [*end_tokens[:1]] or [tokenizer.end_of_text]
+    opens = len(tokenizer.begin) or int(not told)  # tokens before the text of a document
     if max(token_ids) >= model.config.vocab_size:
         raise ValueError(
             f"prompt {prompt!r}: the tokenizer makes it token id {max(token_ids)}, the model's vocabulary has "
@@ -153,4 +153,4 @@ def sample_text(
     ).tolist()  # fmt: skip
     if len(text) > len(token_ids) and text[-1] in end_tokens:
         text.pop()
-    return tokenizer.decode(text[len(opens) :])  # a document's text begins behind the token that opens it
+    return tokenizer.decode(text[opens:])

@@ -114,11 +114,13 @@ def test_empty_files_and_records_are_counted_and_the_files_named(tmp_path):
     for name, text in {"a.txt": "words " * 50, "b.txt": "", "c.txt": ""}.items():
         (tmp_path / name).write_text(text)
     told = prepare(tmp_path, tmp_path / "out", None, 0.0).summary()
-    assert told.endswith("; train 1 document, 301 tokens; 2 empty documents left out, among them b.txt, c.txt")
+    assert told.endswith("; train 1 document, 301 tokens; 2 empty documents left out (empty files: b.txt, c.txt)")
     assert not list((tmp_path / "out").glob("valid*"))
     (tmp_path / "a.jsonl").write_text('{"text": "word"}\n{"text": ""}\n')
     told = prepare(tmp_path / "a.jsonl", tmp_path / "records", None, 0.0).summary()
     assert told.endswith("; train 1 document, 5 tokens; 1 empty document left out")
+    told = prepare(tmp_path, tmp_path / "both", None, 0.0).summary()
+    assert told.endswith("; 3 empty documents left out (empty files: b.txt, c.txt)")
 
 
 def test_the_same_request_is_answered_from_what_is_there_and_any_other_is_refused(text_dir, tmp_path):

@@ -138,7 +138,7 @@ def test_truncation_padding_and_dropout_of_a_file_change_no_document_and_no_prom
     foreign.save(str(path))
     loaded = Tokenizer.load(path)
     assert np.array_equal(*(each.encode_documents(texts[:1])[0] for each in (loaded, tokenizer)))
-    assert loaded.begin == tokenizer.begin
+    assert loaded.encode_prompt(texts[0]) == tokenizer.encode_prompt(texts[0])
 
 
 def test_a_missing_or_damaged_tokenizer_file_is_named(tmp_path):
@@ -174,7 +174,7 @@ def test_a_tokenizer_opens_again_as_what_it_was(tmp_path, tokenizer, model_file,
         assert getattr(again, name) == getattr(tokenizer, name)
     text = "for x in range(10): print('Käse')"
     (document,) = again.encode_documents([text])
-    assert document.tolist() == [*tokenizer.begin, *tokenizer.encode(text), tokenizer.end_of_text]
+    assert document.tolist() == [*tokenizer.encode_prompt(text), tokenizer.end_of_text]
     assert document.max() < again.vocab_size
     assert again.decode(document.tolist()[len(again.begin) : -1]) == text
 

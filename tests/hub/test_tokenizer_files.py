@@ -55,11 +55,6 @@ def _prepare(folder, tokenizer, *flags):
     return np.fromfile(folder / "data/train.bin", "<u2").tolist()
 
 
-def _prompt(path, text):
-    tokenizer = open_tokenizer(path)
-    return [*tokenizer.begin, *tokenizer.encode(text)]
-
-
 def _loaded(folder):
     from transformers import AutoTokenizer
 
@@ -132,7 +127,7 @@ def test_a_model_of_others_keeps_the_rule_of_its_tokenizer(tmp_path, theirs):
     found = _loaded(tmp_path / "out")
     assert found("words")["input_ids"] == Tokenizer.load(theirs / "tokenizer.json")._tokenizer.encode("words").ids
     # A prompt goes on, so what the tokenizer puts behind a text is not in it.
-    assert _prompt(tmp_path / "out/tokenizer.json", "words") == found("words")["input_ids"][:-1]
+    assert open_tokenizer(tmp_path / "out/tokenizer.json").encode_prompt("words") == found("words")["input_ids"][:-1]
 
 
 @pytest.mark.parametrize("begin", [[], ["--begin-token"]])
@@ -148,7 +143,7 @@ def test_sentencepiece_begins_as_it_was_trained(tmp_path, theirs, begin):
     first = [1] if begin else []
     assert ids.count(1) == 9 * len(first)
     words = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "own.model")).encode("few words")
-    assert _prompt(tmp_path / "data/tokenizer.model", "few words") == [*first, *words]
+    assert open_tokenizer(tmp_path / "data/tokenizer.model").encode_prompt("few words") == [*first, *words]
     assert _loaded(tmp_path / "data")("few words")["input_ids"] == [*first, *words]
 
 

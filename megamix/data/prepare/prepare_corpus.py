@@ -95,8 +95,8 @@ class Prepared(NamedTuple):
             left_out = f"; left out {noted['lost']['percent']:.2f} % of the bytes ({BAD_RECORDS_NAME}): {told}"
         empty = [file["path"] for file in noted["request"]["files"] if not file["num_bytes"]]
         if num_empty := noted["num_empty"]:
-            among = f", among them {first_few(empty)}" if empty else ""
-            left_out += f"; {counted(num_empty, 'empty document')} left out{among}"
+            named = f" (empty files: {first_few(empty)})" if empty else ""
+            left_out += f"; {counted(num_empty, 'empty document')} left out{named}"
         return (
             f"{self.output_dir}: {'already prepared' if self.reused else 'prepared'}; "
             f"vocabulary {noted['vocab_size']}{fewer}{learned}; {'; '.join(counts)}{left_out}"

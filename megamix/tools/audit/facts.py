@@ -152,7 +152,7 @@ def describe(model: nn.Module) -> Facts:
 
 def join_facts(by_rank: Iterable[Iterable[Mapping[str, Any]]]) -> dict[str, ParamFacts]:
     """Join the facts of all ranks by name. `by_rank`: each rank's facts, as `asdict` gives them."""
-    whole: dict[str, ParamFacts] = {}
+    whole = dict[str, ParamFacts]()
     for told in by_rank:
         for one in (ParamFacts(**entries) for entries in told):
             there = whole.setdefault(one.name, replace(one, counts={}, largest={}))

@@ -44,7 +44,7 @@ def find_masters(optimizer: Optimizer, facts: Facts) -> dict[Tensor, ParamFacts]
     held = held_by(innermost(optimizer))
     masters: dict[Tensor, ParamFacts] = {param: facts[param] for param in held if param in facts}
     missing = {param: one for param, one in facts.items() if one.trains and param not in masters}
-    copies: dict[Tensor, ParamFacts] = {}
+    copies = dict[Tensor, ParamFacts]()
     for copy in (tensor for tensor in held if tensor not in masters):
         alike = (param for param in missing if copy.shape == param.shape)
         param = next((one for one in alike if torch.equal(local(copy).to(one.dtype), local(one))), None)

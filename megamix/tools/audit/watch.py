@@ -57,9 +57,9 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no
         self.inside_forward = False  # forward of the whole model
         self.hooks = ExitStack()
         self._followed = set[Tensor]()
-        self._places: dict[int, tuple[_Weak, list[tuple[int, str]]]] = {}  # by storage: starts and names
+        self._places = dict[int, tuple[_Weak, list[tuple[int, str]]]]()  # by storage: starts and names
         # Casts in backward: the dtype before, and how many elements became zero.
-        self._sources: dict[int, tuple[_Weak, tuple[torch.dtype, Tensor | None]]] = {}
+        self._sources = dict[int, tuple[_Weak, tuple[torch.dtype, Tensor | None]]]()
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:

@@ -159,7 +159,7 @@ def host(settings: Settings, layers: int = 48, width: int = 32, steps: int = 5) 
 
     `layers`: a multiple of PARTS. `steps`: of a turn.
     """
-    measured: dict[str, HostCase] = {}
+    measured = dict[str, HostCase]()
     for sitting in sittings(settings.work, layers, width):
         measured |= measure(sitting, settings, steps)
     columns = ("case: side", "CPU ms a step", "ms over bare", "us a tensor", "share of ddp's", "graphs")

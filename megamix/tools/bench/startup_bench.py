@@ -19,7 +19,7 @@ def startup(settings: Settings) -> Result:
     """Measure ours with the compiler's cache empty and filled, ours without a compiler, and DDP."""
     rounds, work = min(settings.rounds, MAX_ROUNDS), settings.work
     uncompiled = replace(work, compile_update=False, model=work.model.model_copy(update={"compile": False}))
-    seconds: dict[str, list[float]] = {}
+    seconds = dict[str, list[float]]()
     for number in rounds_told(rounds):
         with tempfile.TemporaryDirectory(prefix="megamix-compile-cache-") as cache:
             cached = {"TORCHINDUCTOR_CACHE_DIR": cache}

@@ -121,7 +121,7 @@ def measure(sides: Sequence[Side], settings: Settings) -> dict[str, Measured]:
     """Measure each side's memory in a run of its own, then all sides' turns, round by round in rotated order. On GPUs
     the turns show the memory, too.
     """
-    peaks: dict[str, int] = {}
+    peaks = dict[str, int]()
     for side in () if settings.card else sides:
         progress(f"memory of {side.name}")
         with ranks_of(side, settings) as alone:

@@ -87,7 +87,7 @@ class UpdateRank:
         self._scalars = StepScalars(torch.tensor(0.5), torch.tensor(False), torch.tensor(1e-4), count)
 
         choose = partial(choose_kernels, self._optimizer, self._groups, self._buckets, alone)
-        self.variants: dict[str, Callable[[], object]] = {}
+        self.variants = dict[str, Callable[[], object]]()
         for kernels in (choose(work.compile_update), choose(False)):
             update, stats = (COMPILED, STATS) if kernels.path == "compiled" else (LIBRARY, LIBRARY_STATS)
             self.variants[update] = partial(self._update, kernels.update)
@@ -145,7 +145,7 @@ Seconds = dict[str, list[float]]  # variant -> seconds of a call, round by round
 
 def after_backward(rounds: int, sizes: Mapping[str, ModelConfig], calls: int) -> dict[str, Seconds]:
     """Return the seconds of both ways in BF16 on one thread, by the size of the model."""
-    measured: dict[str, Seconds] = {}
+    measured = dict[str, Seconds]()
     for size, model in sizes.items():
         progress(f"update: all after backward, {size} parameters")
         work = Work(model=model, micro_batch_size=1, compile_update=False)

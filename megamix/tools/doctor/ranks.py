@@ -38,7 +38,7 @@ def sums_off(numel: int = 4096) -> dict[str, float]:
     order is a rounding of each partial sum, n * u * sum of magnitudes.
     """
     device, world = rank_device(), Topology.current().world
-    shares: dict[str, float] = {}
+    shares = dict[str, float]()
     for dtype, unit in UNIT.items():
         seeds = (torch.Generator().manual_seed(rank) for rank in range(world.size))  # every rank draws all of them
         grads = [torch.randn(numel * world.size, generator=seed).to(device, dtype) for seed in seeds]

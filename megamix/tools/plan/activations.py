@@ -263,7 +263,7 @@ def _trace_halves(
 
 def place(part: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
     """Give a module of the meta device parameters in half on `device`; shared ones stay shared."""
-    placed: dict[nn.Parameter, nn.Parameter] = {}
+    placed = dict[nn.Parameter, nn.Parameter]()
     for module in part.modules():
         for name, param in module._parameters.items():
             if param is not None and param not in placed:

@@ -172,7 +172,7 @@ class EngineMemory:
         """
         if self.on_gpu and self._sum_dtype == self._precision.own_grad_dtype:
             return 0
-        largest: dict[int, int] = {}
+        largest = dict[int, int]()
         for bucket in buckets:
             if bucket.plan.num_shards > 1:
                 largest[bucket.plan.axis] = max(largest.get(bucket.plan.axis, 0), bucket.grads)

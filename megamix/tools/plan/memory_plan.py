@@ -302,7 +302,7 @@ def memory_line(config: Config, engine: ShardedEngine) -> str:
 
 def _live_bytes() -> int:
     """Return the bytes of the storages to which some tensor on the host refers."""
-    found: dict[int, int] = {}
+    found = dict[int, int]()
     for thing in gc.get_objects():
         # type(), because isinstance() asks objects of other libraries what they pretend to be. No subclass counts: a
         # compiler leaves tensors that have no memory, some of which have symbols for sizes.

@@ -197,7 +197,7 @@ class RightStep:
         """Yield every factor that mistakes easily leave in a gradient, with their meanings."""
         ranks, numbers, scale = len(self.by_rank), len(self.by_rank[0]), self.loss_scale
         both = ranks * numbers if min(ranks, numbers) > 1 else 1
-        meanings: dict[float, list[str]] = {}
+        meanings = dict[float, list[str]]()
         for factor, meaning in (
             (2.0, "counted twice"), (0.5, "halved"),
             (ranks, "added up over ranks, not averaged"), (1 / ranks, "divided by the number of ranks twice"),

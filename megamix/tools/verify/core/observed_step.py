@@ -79,8 +79,8 @@ class UsedValues(StepObserver):
     """Observer that keeps this rank's part of the sums that the last update used, and Muon's inputs and directions."""
 
     def __init__(self) -> None:
-        self.values: dict[tuple[Used, str], Tensor] = {}  # by kind and parameter, on the device
-        self._pieces: dict[str, Piece] = {}
+        self.values = dict[tuple[Used, str], Tensor]()  # by kind and parameter, on the device
+        self._pieces = dict[str, Piece]()
 
     def on_use(self, what: Used, bucket: Bucket, values: Tensor) -> None:
         for piece in (one for one in bucket.pieces if one.numel):

@@ -53,7 +53,7 @@ def _shortened(model: DecoderConfig, seq_len: int) -> dict[str, object]:
     if isinstance(model, TransformersConfig):
         windows = {key: within(size) for key, size in _reach(model).items()}
         return {"config_json": json.dumps(json.loads(model.config_json) | windows)} if windows else {}
-    keys: dict[str, object] = {}
+    keys = dict[str, object]()
     if isinstance(model, ModelConfig):
         keys["windows"] = tuple(map(within, model.windows))
         if (scaling := model.rope_scaling) is not None:  # of 8192 positions, the first few are hardly stretched
@@ -67,7 +67,7 @@ def _reach(model: DecoderConfig) -> dict[str, Any]:
     if isinstance(model, TransformersConfig):
         sizes = {key: getattr(model.theirs, key, None) for key in _THEIR_WINDOWS}
         return {key: size for key, size in sizes.items() if size}
-    found: dict[str, Any] = {}
+    found = dict[str, Any]()
     if isinstance(model, ModelConfig):
         if any(model.windows):
             found["model.windows"] = [*model.windows]

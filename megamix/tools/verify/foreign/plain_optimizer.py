@@ -31,8 +31,8 @@ class PlainUpdates:
         self.plain = [(one, group) for one in made for group in one.param_groups]
         self.lrs = lr_table(trainer, again, updates)
         names = {param: name for name, param in exact.named_parameters() if param.requires_grad}
-        self.groups: dict[str, int] = {}
-        self.kept: dict[str, dict[str, torch.Size | None]] = {}
+        self.groups = dict[str, int]()
+        self.kept = dict[str, dict[str, torch.Size | None]]()
         for number, (optimizer, group) in enumerate(self.plain):
             for param in filter(names.__contains__, group["params"]):
                 self.groups[names[param]], self.kept[names[param]] = number, kept_states(optimizer, group, param)
@@ -159,7 +159,7 @@ def torch_update(optimizer: Optimizer, group: Mapping[str, Any], grad: Tensor, b
 
 def wrong_rules(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, Rule]:
     """Return updates that are easily written in place of a torch optimizer's, by what is wrong with them."""
-    rules: dict[str, Rule] = {}
+    rules = dict[str, Rule]()
     if len(betas := group.get("betas", ())) == 2:
         rules["the betas are swapped"] = partial(torch_update, optimizer, {**group, "betas": betas[::-1]})
     if isinstance(optimizer, torch.optim.Adam):

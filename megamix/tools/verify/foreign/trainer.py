@@ -229,7 +229,7 @@ def optimizers_of(made: Any, where: str) -> list[Optimizer]:
 
 def options_of(group: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers of a parameter's group: lr, weight_decay, betas[0] and so on, without IMPLEMENTATIONS."""
-    options: dict[str, float] = {}
+    options = dict[str, float]()
     for key, value in group.items():
         if isinstance(value, tuple):
             options |= {f"{key}[{at}]": float(one) for at, one in enumerate(value) if one is not None}

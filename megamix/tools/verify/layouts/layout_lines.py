@@ -33,7 +33,7 @@ def verify_lines(
     """
     yield size_told(config)
     yield row("layout", "on", "attempts", "skipped", *COLUMNS, "")
-    pools: dict[int, RankPool] = {}
+    pools = dict[int, RankPool]()
     # Weighted by the number of ranks, which share this machine.
     progress.begin(f"{len(layouts)} layout(s)", total=sum(layout.world_size for layout in layouts))
     try:
