@@ -229,6 +229,7 @@ class _Rope(_Part):
         if any(isinstance(value, Mapping) for value in rope.values()):
             problems.append("rope_parameters differ by layer, megamix has one table for all layers")
         original = _first_set(keys.get(_ORIGINAL), rope.get(_ORIGINAL), keys["max_position_embeddings"])
+        # Beside a table for the layers with a window, this one is for the others, if there are any.
         is_used = not all(given.get("windows", (0,))) or "window_rope_theta" not in given
         given |= {"rope_theta": theta, "rope_scaling": _read_scaling(rope, original, is_used)}
         if given["rope_scaling"] is None and given.get("window_rope_theta") == theta:
@@ -424,7 +425,7 @@ def _read_scaling(rope: Json, original_seq_len: Any, is_used: bool) -> RopeScali
     given = {key: rope[key] for key in _ROPE_KEYS[kind] if rope.get(key) is not None}
     absent = [key for key in _ROPE_KEYS[kind][: 1 if kind == "yarn" else None] if key not in given]
     if absent and is_used:
-        raise ValueError(f"rope_scaling: {kind} needs {' and '.join(absent)}, which has no default")
+        raise ValueError(f"rope_scaling: {kind} needs {' and '.join(absent)}, which config.json must have")
     if kind != "linear":
         given["original_seq_len"] = original_seq_len
     if kind == "yarn" and not rope.get("truncate", True):  # gpt-oss's

@@ -62,7 +62,7 @@ def _loaded(folder):
 
 
 @pytest.mark.parametrize("begin", [[], ["--begin-token"], ["--begin-token", "<mine>"]])
-def test_settings_and_beginning_go_from_prepare_to_import(tmp_path, theirs, monkeypatch, caplog, begin):
+def test_settings_and_beginning_go_from_prepare_to_import(tmp_path, theirs, monkeypatch, caplog, capsys, begin):
     ids = _prepare(tmp_path, theirs / "tokenizer.json", *begin)
     left_out = "begins a text with <s>, but documents begin without it; --begin-token writes it"
     assert sum(left_out in message for message in caplog.messages) == (not begin)
@@ -82,9 +82,14 @@ def test_settings_and_beginning_go_from_prepare_to_import(tmp_path, theirs, monk
     run_on_ranks(config)
     export_model(open_source(tmp_path / "run"), tmp_path / "out", "fp32")
     import_model(tmp_path / "out", tmp_path / "in")
-    assert main(["generate", str(tmp_path / "in"), "--prompt", "words", "--max-new-tokens", "1"]) == 0
+    capsys.readouterr()
+    generates = ["generate", str(tmp_path / "in"), "--max-new-tokens", "1"]
+    assert main([*generates, "--prompt", "words"]) == 0
+    assert capsys.readouterr().out.startswith("words")
     words = own.encode("words", add_special_tokens=False).ids
     assert [prompt.tolist() for prompt in prompts] == [[[*first, *words]]] * 2
+    assert main(generates) == 0  # what opens an empty text is not printed, either
+    assert not capsys.readouterr().out.startswith(own.id_to_token(prompts[-1].flatten()[0].item()))
 
     other = tiny_job(tmp_path, tokenizer=str(theirs / "tokenizer.json"), **settings)  # puts <s> before a text
     told = [["prepare again with --begin-token" in line for line in data_warnings(it, 1)] for it in (config, other)]

@@ -1,4 +1,4 @@
-"""Files of which nothing can be read, as far as their first bytes or their footer tell."""
+"""Files of which nothing can be read, as far as their name, their first bytes or their footer tell."""
 
 from pathlib import Path
 
