@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megamix.config import config_to_toml
 from megamix.supervise.run_lock import run_lock
 from megamix.supervise.status import EXIT_STATUS, NO_MEMORY, WRONG_INPUT
 from megamix.tools.ranks import DEADLINE_S
@@ -134,7 +133,7 @@ def _launch(job, **settings):
 @pytest.fixture
 def job(tmp_path, data):
     path = tmp_path / "job.toml"
-    path.write_text(config_to_toml(tiny_job(tmp_path, tokens=data, valid=None, steps=3, eval_interval=0)))
+    path.write_text(tiny_job(tmp_path, tokens=data, valid=None, steps=3, eval_interval=0).text)
     return path
 
 

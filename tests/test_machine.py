@@ -12,7 +12,6 @@ from unittest.mock import Mock
 
 import pytest
 
-from megamix.config import config_to_toml
 from megamix.machine import cpu_name, keep_freed_memory, many_imports, num_cores, set_torch_environment
 from tests.builders import tiny_job, write_data
 from tests.sandbox import TORCH
@@ -57,7 +56,7 @@ def test_a_machine_without_proc_is_named_too(tmp_path, monkeypatch):
 )
 def test_a_job_by_hand_has_what_the_launcher_s_ranks_have(tmp_path, gpus, variables, threads, keeps):
     write_data(tmp_path / "data")
-    (tmp_path / "job.toml").write_text(config_to_toml(tiny_job(tmp_path)))
+    (tmp_path / "job.toml").write_text(tiny_job(tmp_path).text)
     (tmp_path / "torch.py").write_text(TORCH.format(gpus=gpus, halves=False))
     paths = f"{tmp_path}:{Path(__file__).parents[1]}"
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}

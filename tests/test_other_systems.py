@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-from megamix.config import config_to_toml
 from megamix.machine import peak_resident
 from megamix.supervise.rendezvous import keep_to_loopback
 from megamix.tools.doctor import first_light
@@ -54,7 +53,7 @@ def test_a_job_of_two_ranks_stops_at_a_signal_resumes_and_is_exported_and_the_do
     write_data(tmp_path / "data")
     steps = {"steps": 400, "eval_interval": 0}
     config = tiny_job(tmp_path, training=steps, valid=None, log_interval=1)
-    (tmp_path / "job.toml").write_text(config_to_toml(config))
+    (tmp_path / "job.toml").write_text(config.text)
     launch = ["launch/pretrain.sh", str(tmp_path / "job.toml")]
     first = _start(*launch)
     next(line for line in first.stdout if line.startswith("step "))

@@ -16,7 +16,7 @@ from megamix import AdamW
 from megamix.builders.objects import build_optimizer, lr_table
 from megamix.checkpoint.manifest import RunRecord, read_manifest
 from megamix.cli import main
-from megamix.config import ConfigError, ModelConfig, config_from_dict, config_schema, config_to_toml, load_config
+from megamix.config import ConfigError, ModelConfig, config_from_dict, config_schema, load_config
 from megamix.model.family import family_of
 from megamix.model.transformer import Transformer
 from megamix.plugins import (
@@ -154,7 +154,7 @@ def test_a_table_of_a_family_is_compared_as_a_whole():
 
     def record(experts):
         config = config_from_dict(changed(model={"family": "routed", "routing": {"experts": experts}}))
-        return RunRecord(config=config_to_toml(config), fingerprints={}, rng_rule="")
+        return RunRecord(config=config.text, fingerprints={}, rng_rule="")
 
     saved = SimpleNamespace(run=record(2), weights_only=False)
     assert changes(Path("x"), saved, record(2), 0, own=True) == []
@@ -163,7 +163,7 @@ def test_a_table_of_a_family_is_compared_as_a_whole():
 
 
 def test_what_a_saved_configuration_says_holds_over_a_plugin_s_defaults(here):
-    shown = config_to_toml(config_from_dict(changed(precision={"dtype": "fp16"})))
+    shown = config_from_dict(changed(precision={"dtype": "fp16"})).text
     rule = 'rule = "steady"\ninit_scale = 16777216.0\n'  # dynamic's default, and not this rule's
     saved = re.sub(r"(?<=\[precision.loss_scale\]\n)(.+\n)*", rule, shown)
     base = _write(here, "config.toml", saved.replace("plugins = []", 'plugins = ["toy_plugin"]'))
@@ -172,7 +172,7 @@ def test_what_a_saved_configuration_says_holds_over_a_plugin_s_defaults(here):
 
 
 def test_a_plugin_that_the_flag_alone_names_is_refused(here, capsys):
-    job = _write(here, "job.toml", config_to_toml(config_from_dict(changed())).replace(": not set", ""))
+    job = _write(here, "job.toml", config_from_dict(changed()).text.replace(": not set", ""))
     for verb in (["train", str(job), "--check"], ["verify", str(job)]):
         assert main([*verb, "--plugins", "toy_plugin", "precision.loss_scale.rule=steady"]) == 2
         said = capsys.readouterr().err
@@ -181,7 +181,7 @@ def test_a_plugin_that_the_flag_alone_names_is_refused(here, capsys):
 
 def test_keys_of_a_plugin_have_their_defaults_and_mistakes_like_all_others(here):
     config = config_from_dict(with_plugin(**LION))
-    shown = config_to_toml(config)
+    shown = config.text
     assert shown.startswith('plugins = ["toy_plugin"]\n')
     assert "[optimizer.lion]\nbeta = 0.9\nsign = true\n" in shown
     assert "adamw" not in shown
@@ -213,7 +213,7 @@ def test_each_kind_has_its_place_in_the_configuration_and_its_schema(here):
     assert dict(config.model) == {"family": "toy", "vocab_size": 9, "seq_len": 4, "depth": 1}
     assert config.data.train[0].words.count == 7
     assert config.metrics.notes.count == 5
-    assert "[metrics.notes]\ncount = 5\n" in config_to_toml(config)
+    assert "[metrics.notes]\ncount = 5\n" in config.text
     schema = json.dumps(config_schema())
     assert all(f'"{word}"' in schema for word in ("lion", "What it remembers.", "calm", "depth", "words", "notes"))
     (problem,) = problems_of(with_plugin(model={"depth": 3}))
@@ -226,7 +226,7 @@ def test_the_page_s_example_goes(here):
     page = (Path(__file__).parents[1] / "docs/configuration.md").read_text().partition("## Plugins")[2]
     module, toml = (page.partition(f"```{kind}\n")[2].partition("```")[0] for kind in ("python", "toml"))
     (here / "my_module.py").write_text(module)
-    base = _write(here, "base.toml", config_to_toml(config_from_dict(changed())).replace(": not set", ""))
+    base = _write(here, "base.toml", config_from_dict(changed()).text.replace(": not set", ""))
     config = load_config(_write(here, "job.toml", f'base = "{base.name}"\n{toml}'))
     assert build_optimizer(config) == AdamW(lr=lr_table(config), betas=(0.8, 0.95))
 
@@ -300,7 +300,7 @@ def test_no_run_folder_and_no_checkpoint_imports_what_it_names(here, capsys):
 
 def test_where_a_configuration_lies_says_whether_it_imports_and_not_its_text(here):
     """A run's own names nothing to import, nor does its base, whatever is written in it; a user's own does."""
-    shown = config_to_toml(config_from_dict(changed()))
+    shown = config_from_dict(changed()).text
     named, steady = shown.replace("plugins = []", 'plugins = ["toy_plugin"]'), ["precision.loss_scale.rule=steady"]
     bare = re.sub("# .*\n", "", named)
     run, link = here / "run", here / "link.toml"
@@ -325,7 +325,7 @@ def test_where_a_configuration_lies_says_whether_it_imports_and_not_its_text(her
 
 def test_a_run_s_folder_names_no_program_that_a_job_starts(here, capsys):
     (here / "run/checkpoints").mkdir(parents=True)
-    program = config_to_toml(config_from_dict(changed())) + "\n[metrics.alert]\ncommand = ['touch', 'started']\n"
+    program = config_from_dict(changed()).text + "\n[metrics.alert]\ncommand = ['touch', 'started']\n"
     own = _write(here / "run", "config.toml", program)
     for path in (own, _write(here, "job.toml", 'base = "run/config.toml"\n')):
         load_config(path)  # which starts nothing
@@ -411,7 +411,7 @@ def test_keys_of_any_form_pass_by_the_built_in_ones_checks_and_are_shown_to_be_r
     )
     assert dict(config.precision.loss_scale) == {"rule": "odd", "init_scale": "a", "min_scale": "c", "max_scale": "b"}
     assert config.optimizer.odd.table == tables["table"]
-    assert load_config(_write(here, "job.toml", config_to_toml(config))) == config
+    assert load_config(_write(here, "job.toml", config.text)) == config
 
 
 OWN = "means something of megamix's own there; give it another name"

@@ -13,7 +13,9 @@ mesh_checks     checks of the mesh of ranks and of a pipeline's schedule
 unread          keys that are read only where another key says so
 problems        problems in words: field, value and fix
 other_trainers  keys of other trainers, and what they are called here: a file of names
-toml_text       a whole configuration as TOML
+toml_text       tables of a configuration as TOML
+config          a whole configuration, and its canonical text
+diff            what differs between two, and what may
 command         the verb
 """
 
@@ -24,7 +26,8 @@ command         the verb
 from megamix.config.architecture import TransformersConfig, architecture, first_weights
 from megamix.config.batch_ramp import batch_size, tokens_of
 from megamix.config.checks import check_world_size, grad_accum_steps, model_problems
-from megamix.config.load import config_from_dict, effective_tables, load_config
+from megamix.config.config import Config, config_schema, effective_tables, values_of
+from megamix.config.load import config_from_dict, load_config
 from megamix.config.loss_scales import loss_scale_rule
 from megamix.config.mesh_checks import (
     AXIS_KEYS,
@@ -49,5 +52,4 @@ from megamix.config.model_and_data import (
 )
 from megamix.config.optimizers import OptimizerConfig
 from megamix.config.problems import ConfigError, nearest, override_meant
-from megamix.config.sections import Config, FP8Config, ParallelismConfig, PrecisionConfig, config_schema
-from megamix.config.toml_text import config_to_toml
+from megamix.config.sections import FP8Config, ParallelismConfig, PrecisionConfig

@@ -10,6 +10,7 @@ from typing import Any
 
 from megamix.config.batch_ramp import sizes_by_key
 from megamix.config.choices import Tree, section_at
+from megamix.config.config import Config
 from megamix.config.mesh_checks import (
     MESH_CHECKS,
     Found,
@@ -22,7 +23,6 @@ from megamix.config.mesh_checks import (
 )
 from megamix.config.model_and_data import ModelConfig
 from megamix.config.optimizers import SettingSchedule
-from megamix.config.sections import Config
 from megamix.config.toml_text import value_text
 from megamix.plugins import Section
 from megamix.settings.optimizers import AdamWSettings, MuonSettings, NAGSettings

@@ -5,7 +5,7 @@ import json
 from collections.abc import Iterator
 
 from megamix.arguments import Parser, add_config, lines_told
-from megamix.config import ConfigError, config_schema, config_to_toml, load_config
+from megamix.config import ConfigError, config_schema, load_config
 
 
 def config_arguments(parser: Parser) -> None:
@@ -24,4 +24,4 @@ def run_config(arguments: argparse.Namespace) -> Iterator[str]:
     if arguments.config is None:
         raise ConfigError(["config: missing; write megamix config CONFIG --show"], "flags")
     config = load_config(arguments.config, arguments.overrides, say=lambda line: print(f"# {line}"))
-    yield config_to_toml(config).removesuffix("\n")
+    yield config.text.removesuffix("\n")

@@ -12,6 +12,7 @@ from pydantic_core import ErrorDetails
 
 from megamix.config.checks import check_config, draft_of
 from megamix.config.choices import Tree, section_at
+from megamix.config.config import Config
 from megamix.config.model_and_data import RECOMPUTE_TAGS
 from megamix.config.problems import (
     ConfigError,
@@ -21,7 +22,7 @@ from megamix.config.problems import (
     nearest,
     short,
 )
-from megamix.config.sections import SECTIONS, Config
+from megamix.config.sections import SECTIONS
 from megamix.config.toml_text import parse_value
 from megamix.config.unread import (
     Unread,
@@ -29,7 +30,6 @@ from megamix.config.unread import (
     drop_unread,
     is_set,
     setting,
-    with_defaults,
     without,
     without_defaults,
 )
@@ -86,14 +86,6 @@ def config_from_dict(*trees: Mapping[str, Any]) -> Config:
     Raises: ConfigError with everything that is wrong, as `load_config`.
     """
     return _build([Layer("configuration", dict(tree)) for tree in trees], [], "configuration", lambda line: None)
-
-
-def effective_tables(text: str) -> Tree:
-    """Return what an effective configuration says, for comparing two: the keys that are read, and the defaults of all
-    others, which a file that was written before a key came need not know.
-    """
-    read, _ = drop_unread(tomllib.loads(text))
-    return with_defaults(Config, read)
 
 
 def _build(layers: list[Layer], problems: list[str], source: str, say: Callable[[str], None]) -> Config:

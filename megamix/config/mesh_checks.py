@@ -6,7 +6,7 @@ from typing import Any
 
 from megamix.axes import AXES, OWN_AXES
 from megamix.config.model_and_data import default_ffn_hidden_size
-from megamix.config.sections import Config, ParallelismConfig
+from megamix.config.sections import ParallelismConfig, Tables
 from megamix.machine import torch_version
 from megamix.tuned import DEALT_CHUNKS
 
@@ -39,7 +39,7 @@ def axis_sizes(section: ParallelismConfig) -> dict[str, int]:
     return {name: sizes.get(name, 1) for name in AXES if name != "dp"}
 
 
-def data_parallel_size(config: Config, world_size: int) -> int:
+def data_parallel_size(config: Tables, world_size: int) -> int:
     """Return the size of dp: the ranks that all other axes leave, at least one."""
     return max(1, world_size // math.prod(axis_sizes(config.parallelism).values()))
 
@@ -51,7 +51,7 @@ def reading_ranks(section: ParallelismConfig, dp_size: int | None = None) -> int
     )
 
 
-def mesh_problems(config: Config, world_size: int) -> Found:
+def mesh_problems(config: Tables, world_size: int) -> Found:
     """Yield why this number of ranks is no mesh of the configured sizes."""
     sizes, dp_size = axis_sizes(config.parallelism), config.parallelism.dp_size
     others = math.prod(sizes.values())
@@ -73,7 +73,7 @@ def mesh_problems(config: Config, world_size: int) -> Found:
         yield from _owners_divide_experts(config, sizes | {"dp": world_size // others})
 
 
-def _owners_divide_experts(config: Config, sizes: Mapping[str, int]) -> Found:
+def _owners_divide_experts(config: Tables, sizes: Mapping[str, int]) -> Found:
     owners = {_key(name): sizes[name] for name in AXES if AXES[name].weights == "sharded"}
     if (number := math.prod(owners.values())) % config.parallelism.ep_size:
         product = " * ".join(f"{key} {size}" for key, size in owners.items())
@@ -179,7 +179,7 @@ def evaluated_at_once(count: int, pp_size: int) -> int:
     return next((part for part in range(4 * pp_size, count, pp_size) if count % part == 0), count)
 
 
-def micro_batch_problems(config: Config, key: str, size: int, count: int) -> Found:
+def micro_batch_problems(config: Tables, key: str, size: int, count: int) -> Found:
     """Yield why the schedule cannot run the `count` micro-batches of a rank into which a global batch divides. `key`:
     the setting of [training] for the batch's `size`.
     """
@@ -222,7 +222,7 @@ def _pipeline(config: Any) -> Found:
         yield "parallelism.pp_schedule", f'{splits}; write pp_schedule = "interleaved_1f1b", or compile = false'
 
 
-def torch_problems(config: Config) -> Found:
+def torch_problems(config: Tables) -> Found:
     """Yield why this version of torch cannot run the schedule. A run's file still loads, to export it for example."""
     schedule, (major, minor) = config.parallelism.pp_schedule, torch_version()
     if config.parallelism.pp_size > 1 and schedule.endswith("zero_bubble") and (major, minor) < SPLITS_BACKWARD:

@@ -10,7 +10,7 @@ from pydantic_core import ErrorDetails, PydanticUndefined
 
 from megamix.config.choices import section_at
 from megamix.config.other_trainers import called_here, override_here
-from megamix.config.sections import SECTIONS, Config
+from megamix.config.sections import SECTIONS, Tables
 from megamix.config.toml_text import value_text
 from megamix.config.unread import READ_WHERE, Unread, setting
 from megamix.plugins import Section, texts
@@ -40,7 +40,7 @@ class ConfigError(ValueError):
 
     exit_status = 2
 
-    def __init__(self, problems: Iterable[str], source: str = "configuration", sound: Config | None = None):
+    def __init__(self, problems: Iterable[str], source: str = "configuration", sound: Tables | None = None):
         self.problems = tuple(problems)
         self.source = source
         # The part that can still be checked: the whole Config if each value is usable by itself, else [data] and
@@ -103,7 +103,7 @@ def _meant(loc: tuple[int | str, ...], tree: Mapping[str, Any]) -> tuple[int | s
 
 def _fields(table: Sequence[int | str], tree: Mapping[str, Any]) -> dict[str, FieldInfo]:
     """Return the keys that a table may have, which is given by its path; none within what a plugin's key holds."""
-    section = section_at(Config, table, tree)
+    section = section_at(Tables, table, tree)
     return {} if section is None else section.model_fields
 
 
@@ -160,7 +160,7 @@ def _explain_value(error: ErrorDetails, tree: Mapping[str, Any]) -> str:
     key, field, text = next(
         (str(loc[end]), section.model_fields[str(loc[end])], texts(section).get(str(loc[end]), ""))
         for end in reversed(range(len(loc)))
-        if (section := section_at(Config, loc[:end], tree)) and loc[end] in section.model_fields
+        if (section := section_at(Tables, loc[:end], tree)) and loc[end] in section.model_fields
     )
     if loc[:2] == ("data", "valid") and isinstance(loc[-1], str):
         key = loc[-1]  # that of a set, if it has a name

@@ -4,8 +4,7 @@ The text under a field is the description that `megamix config --schema` prints.
 field live in `checks.py`.
 """
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
@@ -15,7 +14,7 @@ from megamix.config.choices import ChosenTable, ExtendedTable, left_out
 from megamix.config.loss_scales import LOSS_SCALE, LossScaleConfig
 from megamix.config.model_and_data import FAMILY, DataConfig, ModelConfig, Text
 from megamix.config.optimizers import OPTIMIZER, OptimizerConfig
-from megamix.plugins import MORE_AXES, TRACKERS, Section, import_plugins
+from megamix.plugins import MORE_AXES, TRACKERS, Section
 from megamix.settings.average import AverageSettings
 
 
@@ -255,8 +254,8 @@ class ProfilingConfig(Section):
     """Steps in the trace. 0: no trace."""
 
 
-class Config(Section):
-    """A whole run."""
+class Tables(Section):
+    """All tables of a run."""
 
     plugins: Annotated[tuple[Text, ...], Field(strict=False, examples=[["my_module"]])] = ()
     """Modules, installed or in the working folder, that register names for the tables below. Every rank imports
@@ -277,21 +276,8 @@ class Config(Section):
     def _filled(cls, tables: Any) -> Any:
         return with_steps(tables)
 
-    def with_keys(self, **sections: Mapping[str, object]) -> Self:
-        """Return the configuration with these keys of its sections changed. Nothing is checked."""
-        changed = {name: getattr(self, name).model_copy(update=keys) for name, keys in sections.items()}
-        return self.model_copy(update=changed)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _from_tree, (self.model_dump(),)  # a class that holds plugins' keys cannot be pickled by its name
-
-
-def _from_tree(tree: Mapping[str, Any]) -> Config:
-    import_plugins(tree["plugins"])
-    return Config.model_validate(tree)
-
-
-SECTIONS = [name for name, field in Config.model_fields.items() if field.default == {}]
+SECTIONS = [name for name, field in Tables.model_fields.items() if field.default == {}]
 # The tables that choose, by their paths; auto of the loss scale by the dtype, too.
 CHOSEN: dict[tuple[str, ...], ChosenTable] = {
     ("model",): FAMILY,
@@ -299,21 +285,3 @@ CHOSEN: dict[tuple[str, ...], ChosenTable] = {
     ("precision", "loss_scale"): LOSS_SCALE,
 }
 CHOOSING = frozenset(table.key for table in CHOSEN.values())
-
-
-def config_schema() -> dict[str, Any]:
-    """Return JSON Schema of a configuration file, with a description for every key."""
-    schema = Config.model_json_schema()
-    base = {
-        "description": "Another file, relative to this one. Its keys apply where this file does not set them.",
-        "title": "Base",
-        "type": "string",
-    }
-    schema["properties"] = {"base": base, **schema["properties"]}
-    # A file leaves to its base what it does not change, so no table and no key is required of one file. The tables of
-    # a list come from one file, so their keys are required.
-    in_lists = {"DataStage", "OptimizerGroup", "RopeScaling"}
-    for name, table in [("", schema), *schema["$defs"].items()]:
-        if name not in in_lists:
-            table.pop("required", None)
-    return schema

@@ -6,7 +6,7 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from megamix.config.sections import CHOOSING, Config
+from megamix.config.sections import CHOOSING
 from megamix.config.unread import drop_unread
 
 
@@ -37,14 +37,6 @@ def value_text(value: object) -> str:
 
 def _key_text(key: str) -> str:
     return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else value_text(key)
-
-
-def config_to_toml(config: Config) -> str:
-    """Return the effective configuration, every key that is read; reading it back gives an equal one.
-
-    TOML has no null, so a key that is not set stands as a comment.
-    """
-    return tables_to_toml(config.model_dump())
 
 
 def tables_to_toml(tables: Mapping[str, Any]) -> str:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from pydantic_core import PydanticUndefined
 
 from megamix.config.choices import Tree, section_at
-from megamix.config.sections import CHOOSING, CHOSEN, Config
+from megamix.config.sections import CHOOSING, CHOSEN, Tables
 from megamix.plugins import Section
 
 _MISSING = object()
@@ -128,7 +128,7 @@ def drop_other_choices(tree: Mapping[str, Any]) -> tuple[Tree, list[Unread]]:
     read, unread = dict(tree), []
     for path, chosen in CHOSEN.items():
         table = _found(read, ".".join(path))
-        own = section_at(Config, path, read)
+        own = section_at(Tables, path, read)
         if own is None or not isinstance(table, dict):
             continue
         chooser = ".".join((*path, chosen.key))
@@ -165,7 +165,7 @@ def _found(tree: Mapping[str, Any], key: str) -> Any:
 def default(key: str, tree: Mapping[str, Any]) -> Any:
     """Return a key's default; None for one that is required or unknown, too."""
     *tables, name = key.split(".")
-    section = section_at(Config, tables, tree)
+    section = section_at(Tables, tables, tree)
     field = None if section is None else section.model_fields.get(name)
     return None if field is None or field.default is PydanticUndefined else field.default
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from megamix.checkpoint.copying import copy_checkpoint
 from megamix.checkpoint.folder import CHECKPOINTS, Files, checkpoints
 from megamix.checkpoint.save import Stays, remove_old
-from megamix.config import Config, ConfigError, config_to_toml
+from megamix.config import Config, ConfigError
 from megamix.durable import remove_asides, write_text
 from megamix.run.run_folder import CONFIG, copy_problems
 from megamix.supervise.run_lock import run_lock
@@ -114,7 +114,7 @@ def _to_folder(config: Config, home: Path, stays: Stays, tell: Callable[[str], N
                 for problem in copy_problems(config):
                     raise OSError(problem)
                 remove_asides(home, CONFIG)
-                write_text(home / CONFIG, config_to_toml(config))
+                write_text(home / CONFIG, config.text)
                 keep = config.checkpoint.copy_keep or sys.maxsize
                 drop = partial(remove_old, home / CHECKPOINTS, keep, files=files, stays=stays)
                 drop(None)  # those that an earlier, larger copy_keep has left

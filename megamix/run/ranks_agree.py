@@ -19,7 +19,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # not in its 
 
 from megamix.builders.data import data_fingerprints, data_identity
 from megamix.comm.topology import Topology, side_store
-from megamix.config import Config, ConfigError, DataSource, config_to_toml
+from megamix.config import Config, ConfigError, DataSource
 from megamix.config.toml_text import value_text
 from megamix.config.unread import drop_unread
 from megamix.run.own_code import DIGITS, own_code
@@ -150,7 +150,7 @@ def started_with(config: Config, fingerprints: dict[str, str]) -> dict[str, str]
 
 
 def _settings(config: Config) -> dict[str, Any]:
-    settings = {key: value for key, value in flat(config_to_toml(config)).items() if key not in MAY_DIFFER}
+    settings = {key: value for key, value in flat(config.text).items() if key not in MAY_DIFFER}
     if settings["checkpoint.resume"] not in RESUME_WORDS:  # the first rank's path counts for all
         settings["checkpoint.resume"] = "a path"
     numbers: dict[str | int, int] = {}

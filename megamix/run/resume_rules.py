@@ -17,7 +17,6 @@ from megamix.config import (
     ConfigError,
     DecoderConfig,
     ExpertsConfig,
-    config_to_toml,
     data_source,
     effective_tables,
     first_weights,
@@ -158,7 +157,7 @@ def record_of(config: Config, fingerprints: dict[str, str]) -> RunRecord:
     """
     trained_on = {field: digest for field, digest in fingerprints.items() if not field.startswith("data.valid")}
     code = own_code(config.plugins)
-    return RunRecord(config=config_to_toml(config), fingerprints=trained_on, rng_rule=RNG_RULE, code=code)
+    return RunRecord(config=config.text, fingerprints=trained_on, rng_rule=RNG_RULE, code=code)
 
 
 def judge(path: Path, manifest: Manifest, config: Config, now: RunRecord, ranks: int) -> list[str]:

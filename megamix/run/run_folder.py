@@ -11,7 +11,7 @@ from pathlib import Path
 from megamix.axes import OWN_AXES
 from megamix.builders.data import data_problems, data_warnings
 from megamix.checkpoint.folder import CHECKPOINTS, MANIFEST, checkpoints, set_aside
-from megamix.config import Config, ConfigError, axis_sizes, check_world_size, config_to_toml, load_config
+from megamix.config import Config, ConfigError, axis_sizes, check_world_size, load_config
 from megamix.config.problems import short
 from megamix.data import installing
 from megamix.data.tokenizer import open_tokenizer
@@ -80,7 +80,7 @@ def take_for_copies(target: Path, source: Path) -> None:
         return
     for problem in _other_copies("FOLDER", target, Path(own.checkpoint.folder)):
         raise ValueError(problem)
-    write_text(target / CONFIG, config_to_toml(own))
+    write_text(target / CONFIG, own.text)
 
 
 def folder_problems(config: Config) -> list[str]:
@@ -126,7 +126,7 @@ def claim(config: Config) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name in _WRITTEN_ASIDE:
         remove_asides(folder, name)
-    write_text(folder / CONFIG, config_to_toml(config))
+    write_text(folder / CONFIG, config.text)
 
 
 def check(config: Config, tell: Callable[[str], None] = lambda line: None, *, starts: bool = False) -> str:

@@ -7,7 +7,7 @@ import torch
 
 from megamix.builders.data import check_unchanged, training_source, validation_sources
 from megamix.builders.objects import build_engine, build_loader, build_runner, plan_pipeline
-from megamix.config import Config, config_to_toml, first_weights, grad_accum_steps, tokens_of
+from megamix.config import Config, first_weights, grad_accum_steps, tokens_of
 from megamix.inspect.overflows import GaveUpError
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.model.family import parameter_count
@@ -153,7 +153,7 @@ def _make_report(config: Config, engine: ShardedEngine) -> IntervalReport:
 
 
 def _make_writer(config: Config, applied: int, report: IntervalReport, facts: dict[str, int | str]) -> MetricsWriter:
-    toml = config_to_toml(config)
+    toml = config.text
     return MetricsWriter(
         Path(config.checkpoint.folder),
         tensorboard=config.metrics.tensorboard,

@@ -15,7 +15,6 @@ from torch import nn
 import megamix
 from megamix.cli import main
 from megamix.comm import starters
-from megamix.config import config_to_toml
 from megamix.tools.ranks import forkserver
 from tests.builders import make_engine, tiny_job
 
@@ -124,7 +123,7 @@ def test_an_engine_that_would_train_alone_is_refused(ranks, message, told):
 
 
 def test_a_job_that_srun_starts_without_a_launcher_is_one_job(told, tmp_path, data, capsys):
-    (tmp_path / "job.toml").write_text(config_to_toml(tiny_job(tmp_path, tokens=data)))
+    (tmp_path / "job.toml").write_text(tiny_job(tmp_path, tokens=data).text)
     told |= _srun(0)
     assert main(["train", str(tmp_path / "job.toml"), "--check"]) == 0
     assert "no problems; 2 ranks" in capsys.readouterr().out

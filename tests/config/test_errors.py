@@ -18,7 +18,6 @@ from megamix.config import (
     DataSource,
     check_world_size,
     config_from_dict,
-    config_to_toml,
     grad_accum_steps,
 )
 from megamix.config.choices import section_at
@@ -324,7 +323,7 @@ def place(tmp_path_factory):
     without_valid = GOOD | {"data": {"train": GOOD["data"]["train"]}}
     files = {
         "good.toml": "\n".join(f"{name} = {value_text(keys)}" for name, keys in without_valid.items()),
-        "job.toml": config_to_toml(tiny_job(Path())), "job.yaml": "model:\n  size: 3\n", "half.toml": "model = fp16",
+        "job.toml": tiny_job(Path()).text, "job.yaml": "model:\n  size: 3\n", "half.toml": "model = fp16",
         "file": "", "texts/a.txt": "plain words " * 99, "theirs/thesis.tex": "", "mine/config.toml": "",
         "broken/config.json": "{", "broken/tokenizer.json": "{}", "ran/metrics.jsonl": "", "lonely.bin": "",
     }  # fmt: skip
@@ -500,7 +499,7 @@ def test_a_split_stands_for_valid_beside_named_sets():
 
 def test_validation_sets_survive_the_way_to_toml_and_merge_by_name():
     config = config_from_dict(changed(data={"valid": {"web": "a", "code_2": [{"path": "b", "weight": 2}]}}))
-    assert config_from_dict(tomllib.loads(config_to_toml(config))) == config
+    assert config_from_dict(tomllib.loads(config.text)) == config
     above = config_from_dict(config.model_dump(), {"data": {"valid": {"web": "c"}}})
     assert above.data.valid == config.data.valid | {"web": (DataSource(path="c"),)}
     assert config_from_dict(config.model_dump(), {"data": {"valid": "c"}}).data.valid == {"": (DataSource(path="c"),)}

@@ -5,7 +5,7 @@ learning rate follows tokens. The file that the run keeps says the same.
 import pytest
 
 from megamix.builders.objects import lr_table
-from megamix.config import ConfigError, config_from_dict, config_to_toml, load_config, tokens_of
+from megamix.config import ConfigError, config_from_dict, load_config, tokens_of
 from megamix.config.unread import without
 from tests.config.test_errors import GOOD
 
@@ -49,7 +49,7 @@ def test_with_a_ramp_the_rates_follow_tokens():
 
 def test_a_run_s_file_says_tokens_and_loads_as_the_same(tmp_path):
     config = _config({"tokens": 480, **RAMP}, warmup_tokens=96)
-    (tmp_path / "job.toml").write_text(text := config_to_toml(config))
+    (tmp_path / "job.toml").write_text(text := config.text)
     assert "tokens = 480" in text
     assert "\nsteps" not in text
     assert load_config(tmp_path / "job.toml") == config

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from megamix.config import Config, ConfigError, DataSource, config_from_dict, config_to_toml, load_config
+from megamix.config import Config, ConfigError, DataSource, config_from_dict, load_config
 from megamix.config.sections import SECTIONS
 from megamix.plugins import Section
 from tests.conftest import FULL
@@ -228,12 +228,12 @@ def test_effective_configuration_reads_back_equal(tmp_path):
         "checkpoint": {"folder": "x\ny"},
     }
     config = config_from_dict(strange)
-    assert load_config(write(tmp_path, "effective.toml", config_to_toml(config))) == config
+    assert load_config(write(tmp_path, "effective.toml", config.text)) == config
 
 
 def test_effective_configuration_mentions_every_key_that_is_read_and_first_what_chooses_the_others(minimal):
     config = load_config(minimal)
-    text = config_to_toml(config)
+    text = config.text
     assert text.startswith("plugins = []\n")
     for name in [*SECTIONS, "optimizer.adamw", "precision.loss_scale"]:
         assert f"[{name}]" in text

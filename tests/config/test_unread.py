@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megamix.cli import main
-from megamix.config import Config, ConfigError, config_from_dict, config_to_toml, effective_tables, load_config
+from megamix.config import Config, ConfigError, config_from_dict, effective_tables, load_config
 from megamix.config.toml_text import parse_value, value_text
 from megamix.config.unread import READ_WHERE, default
 from megamix.plugins import LOSS_SCALES, OPTIMIZERS
@@ -175,13 +175,13 @@ def test_a_rate_that_was_chosen_for_another_optimizer_is_told(tmp_path):
 
 def test_a_table_is_dropped_as_a_whole_and_refused_for_any_part_set_later(tmp_path):
     scaled = "[model.rope_scaling]\nrule = 'llama3'\nfactor = 8.0\nlow_freq_factor = 2.0\n"
-    base = write(tmp_path / "base.toml", config_to_toml(config_from_dict(GOOD)) + scaled)
+    base = write(tmp_path / "base.toml", config_from_dict(GOOD).text + scaled)
     config, lines = told(base, "model.position=learned")
     assert [line.split(" = ")[0] for line in lines] == ["model.rope_scaling"]
     assert config.model.rope_scaling is None
     config, lines = told(base, "model.rope_scaling.rule=linear")
     assert [line.split(" = ")[0] for line in lines] == ["model.rope_scaling.low_freq_factor"]
-    assert "low_freq_factor" not in config_to_toml(config)
+    assert "low_freq_factor" not in config.text
     with pytest.raises(ConfigError, match=r"model\.rope_scaling: got \{ rule"):
         load_config(base, ["model.position=learned", "model.rope_scaling.factor=4.0"])
 
@@ -214,7 +214,7 @@ def lines(keys):
 
 
 def test_defaults_of_an_effective_configuration_are_no_choice_and_an_edit_is(tmp_path):
-    shown = config_to_toml(load_config(QUICKSTART, ["precision.dtype=bf16", "optimizer.name=adamw"]))
+    shown = load_config(QUICKSTART, ["precision.dtype=bf16", "optimizer.name=adamw"]).text
     path = write(tmp_path / "config.toml", shown.replace('name = "adamw"', 'name = "nag"'))
     assert load_config(path).optimizer.name == "nag"  # AdamW's keys stand there with their defaults
     write(path, path.read_text().replace("betas = [0.9, 0.95]", "betas = [0.8, 0.95]"))
@@ -227,7 +227,7 @@ def test_defaults_of_an_effective_configuration_are_no_choice_and_an_edit_is(tmp
 
 def test_another_choice_on_top_of_an_effective_configuration_has_its_own_defaults(tmp_path):
     scaled = {"precision": {"dtype": "fp16", "loss_scale": {"rule": "dynamic", "hysteresis": 3}}}
-    path = write(tmp_path / "config.toml", config_to_toml(config_from_dict(changed(**scaled))))
+    path = write(tmp_path / "config.toml", config_from_dict(changed(**scaled)).text)
     config, dropped = told(path, "precision.loss_scale.rule=megatron")
     scale = dict(config.precision.loss_scale)
     assert (scale["init_scale"], scale["growth_interval"], scale["hysteresis"], dropped) == (2.0**32, 1000, 3, [])
@@ -285,9 +285,9 @@ def test_what_is_accepted_is_shown_and_loads_equal_and_what_is_refused_names_its
             assert (nameless, heard) == ([], []), seed
             counts["refused"] += 1
             continue
-        text = config_to_toml(config)
+        text = config.text
         again, more = told(write(tmp_path / "again.toml", text))
-        assert (again, more, config_to_toml(again)) == (config, [], text), seed
+        assert (again, more, again.text) == (config, [], text), seed
         counts["accepted"] += 1
         counts["with a line"] += bool(heard)
     assert min(counts.values()) > 10, counts

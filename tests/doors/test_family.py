@@ -13,7 +13,7 @@ from torch import nn
 
 from megamix.cli import main
 from megamix.comm.topology import Topology
-from megamix.config import ConfigError, ParallelismConfig, config_to_toml
+from megamix.config import ConfigError, ParallelismConfig
 from megamix.model.family import family_of, parameter_count
 from megamix.model.layers import Linear, ParamRule
 from megamix.parallel.build import build_model
@@ -169,7 +169,7 @@ def test_its_activations_are_counted_to_the_byte(toy):
 
 def test_plan_and_verify_know_it(folder, capsys):
     path = folder / "toy.toml"
-    path.write_text(config_to_toml(_job(folder, "none")))
+    path.write_text(_job(folder, "none").text)
     assert main(["plan", str(path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["parameters"] == parameter_count(_job(folder, "none").model)
 
@@ -201,6 +201,6 @@ def test_a_run_of_a_mixture_that_stops_goes_on_bit_for_bit(run_ranks, folder):
 
 def test_verify_knows_a_mixture(tmp_path, capsys):
     path = tmp_path / "root.toml"
-    path.write_text(config_to_toml(_mixture(tmp_path, "none")))
+    path.write_text(_mixture(tmp_path, "none").text)
     assert main(["verify", str(path), "optimizer.compile=false", "--layouts", "dp2ep2"]) == 0, capsys.readouterr()
     assert "scores" in capsys.readouterr().out

@@ -24,7 +24,7 @@ from megamix.checkpoint.save import save
 from megamix.checkpoint.snapshot import take_snapshot
 from megamix.cli import main
 from megamix.comm.topology import Topology
-from megamix.config import ParallelismConfig, config_to_toml
+from megamix.config import ParallelismConfig
 from megamix.mixed_precision import fused_update
 from megamix.mixed_precision.optimizers import Optimizer
 from megamix.mixed_precision.update_slice import UpdateScalars
@@ -247,7 +247,7 @@ def _job(folder, data, run, steps=4, beta=0.95):
 def test_a_job_by_its_name_has_its_keys_is_planned_goes_on_bitwise_and_is_exported(run_ranks, data, tmp_path, capsys):
     job = partial(_job, tmp_path, data)
     path = tmp_path / "job.toml"
-    path.write_text(config_to_toml(job("whole")))
+    path.write_text(job("whole").text)
     assert "[optimizer.lion]" in path.read_text()
     assert main(["plan", str(path), "--json"]) == 0
     planned = json.loads(capsys.readouterr().out)["held"]

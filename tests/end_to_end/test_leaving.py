@@ -19,7 +19,6 @@ import pytest
 
 from megamix.checkpoint.folder import checkpoints
 from megamix.checkpoint.manifest import read_manifest
-from megamix.config import config_to_toml
 from megamix.supervise.processes import children_of, process_start
 from megamix.tools.ranks import DEADLINE_S
 from tests.builders import tiny_job
@@ -79,7 +78,7 @@ def _start(config, nodes=1, *, by_script=False, before=()):
     """For the first time, or again. `before`: in front of the command, such as nohup."""
     folder = Path(config.checkpoint.folder).parent
     folder.mkdir(exist_ok=True)
-    (folder / "job.toml").write_text(config_to_toml(config))
+    (folder / "job.toml").write_text(config.text)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     launchers = []

@@ -10,7 +10,6 @@ from pathlib import Path
 from safetensors.torch import load_file
 
 from megamix.cli import main
-from megamix.config import config_to_toml
 from tests.builders import tiny_job, write_data
 from tests.conftest import FULL
 from tests.programs import with_settings
@@ -71,7 +70,7 @@ def test_a_run_that_gives_up_ends_with_a_status_of_its_own(tmp_path, capsys):
     config = tmp_path / "job.toml"
     # A step so long that the second forward is not finite, in every batch.
     precision = {"dtype": "bf16", "max_overflows_at_floor": 3}
-    config.write_text(config_to_toml(tiny_job(tmp_path, lr=1e30, min_lr=1e30, precision=precision)))
+    config.write_text(tiny_job(tmp_path, lr=1e30, min_lr=1e30, precision=precision).text)
     status, said = main(["train", str(config), "lr_schedule.warmup_steps=0"]), capsys.readouterr().err
     assert status == 3, said
     assert said.count("megamix train: gave up after 4 attempts and 1 updates") == 1

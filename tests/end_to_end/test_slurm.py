@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from megamix.config import config_to_toml
 from tests.builders import tiny_job
 from tests.conftest import FULL
 from tests.slurm_cluster import Cluster, until
@@ -40,7 +39,7 @@ class Submitted:
         config = tiny_job(
             folder, tokens=data, valid=None, steps=steps, eval_interval=0, save_interval=20, log_interval=20
         )
-        (folder / "job.toml").write_text(config_to_toml(config))
+        (folder / "job.toml").write_text(config.text)
         options = [f"--nodes={nodes}", f"--output={folder / 'log'}", f"--chdir={ROOT}", "--export=ALL"]
         settings = {"MEGAMIX_PYTHON": sys.executable, "NPROC_PER_NODE": "1", "OMP_NUM_THREADS": "1"}
         settings |= {"MASTER_ADDR": "127.0.0.1", "SPARE_NODES": str(spare)}

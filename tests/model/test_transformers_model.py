@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy
 
 from megamix.builders.data import training_source
 from megamix.cli import main
-from megamix.config import ConfigError, architecture, config_to_toml
+from megamix.config import ConfigError, architecture
 from megamix.live_storage import LiveStorage
 from megamix.model import transformers_model
 from megamix.model.family import family_of
@@ -245,7 +245,7 @@ def test_a_check_says_what_a_model_is_and_refuses_what_can_be_seen_without_value
     ):
         place = str(folder / name)
         config = job(folder, "olmo2", "checked", model={"folder": place, "init": init})
-        (folder / "job.toml").write_text(config_to_toml(config))
+        (folder / "job.toml").write_text(config.text)
         refused = main(["train", str(folder / "job.toml"), "--check"])
         assert want.format(place) in "".join(capsys.readouterr()), name
         assert refused == (2 if init == "folder" or "odd" in name else 0), name

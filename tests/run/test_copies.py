@@ -16,7 +16,7 @@ import pytest
 
 from megamix.checkpoint.folder import applied_updates, checkpoints
 from megamix.cli import main
-from megamix.config import ConfigError, config_to_toml
+from megamix.config import ConfigError
 from megamix.durable import write_text
 from megamix.run import checkpointing, copies
 from megamix.run.copies import Copier, takes_of
@@ -219,7 +219,7 @@ def test_the_folder_of_another_run_is_refused(tmp_path, data, checkpoint, monkey
     with pytest.raises(ConfigError, match=r"copy_to: .* is checkpoint.folder itself; write another folder"):
         check(_config(two, data, copy_to=str(two / "run")))
     shutil.copytree(tmp_path / "run", two / "run")
-    write_text(two / "run/config.toml", config_to_toml(other))
+    write_text(two / "run/config.toml", other.text)
     for source in ("run", "run/checkpoints", "run/checkpoints/step_00000001"):
         assert main(["checkpoint", "copy", str(two / source), str(shared)]) == 2
         assert told in capsys.readouterr().err

@@ -16,7 +16,7 @@ import torch
 from megamix import machine
 from megamix.checkpoint.folder import checkpoints
 from megamix.cli import main
-from megamix.config import config_to_toml, load_config
+from megamix.config import load_config
 from megamix.machine import kernel_kills, memory_for_each
 from megamix.mixed_precision.settings import Shard
 from megamix.model.family import parameter_count
@@ -135,7 +135,7 @@ def test_a_disk_without_room_for_the_checkpoints_gives_a_note(tmp_path, data, ch
 
 def _job(folder, data, **settings):
     path = folder / "job.toml"
-    path.write_text(config_to_toml(tiny_job(folder, tokens=data, **settings)))
+    path.write_text(tiny_job(folder, tokens=data, **settings).text)
     return path
 
 

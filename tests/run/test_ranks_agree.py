@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from megamix.builders.data import data_fingerprints
 from megamix.cli import main
-from megamix.config import ConfigError, config_to_toml
+from megamix.config import ConfigError
 from megamix.data import DISTRIBUTION
 from megamix.data.token_file import bin_path
 from megamix.plugins import SOURCES, Section
@@ -283,7 +283,7 @@ def _ended(job):
 
 def test_the_exit_status_is_that_of_wrong_input_and_one_rank_says_why(tmp_path, data, run_ranks):
     job = tmp_path / "job.toml"
-    job.write_text(config_to_toml(_job(tmp_path, data)))
+    job.write_text(_job(tmp_path, data).text)
     (first, said), (second, repeated) = run_ranks(_ended, 2, job)
     assert (first, second) == (2, 2)
     assert said.count("training.seed: 0 on rank 0; 1 on rank 1; start all with one configuration") == 1
@@ -297,7 +297,7 @@ def test_a_rank_that_never_comes_is_named_by_one_that_waits(tmp_path, data, monk
     for name, value in (_as_torchrun(1) | {"MASTER_PORT": str(store.port)}).items():
         monkeypatch.setenv(name, value)
     job = tmp_path / "job.toml"
-    job.write_text(config_to_toml(_job(tmp_path, data, timeout_s=0.5)))
+    job.write_text(_job(tmp_path, data, timeout_s=0.5).text)
     assert main(["train", str(job)]) == 1
     said = capsys.readouterr().err
     assert said.count("no sign of rank 0 within 1.5 s: an import (such as a plugin's) or a read of a file") == 1

@@ -12,7 +12,7 @@ import pytest
 from megamix.builders.data import data_fingerprints
 from megamix.checkpoint.manifest import UNTRAINED, FileRecord, LayoutRecord, Manifest, ParamRecord, manifest_text
 from megamix.cli import main
-from megamix.config import config_to_toml, load_config
+from megamix.config import load_config
 from megamix.run.least_memory import amount
 from megamix.run.resume_rules import record_of, what_is_kept
 from megamix.run.run_folder import checkpoint_folder
@@ -28,7 +28,7 @@ def job(tmp_path):
     """Return (folder, a configuration file for a job in it that would run)."""
     write_data(tmp_path / "data")
     config = tmp_path / "job.toml"
-    config.write_text(config_to_toml(tiny_job(tmp_path)))
+    config.write_text(tiny_job(tmp_path).text)
     return tmp_path, config
 
 
@@ -101,7 +101,7 @@ def test_a_run_goes_on_without_the_checkpoint_that_it_began_from_however_its_pat
     folder, config = job
     begun, own = _save(folder, "other", 3), _save(folder, "run", 7)
     loaded = load_config(config, [f"checkpoint.resume={begun}"])
-    (own.parents[1] / "config.toml").write_text(config_to_toml(loaded))
+    (own.parents[1] / "config.toml").write_text(loaded.text)
     shutil.rmtree(begun)
     monkeypatch.chdir(folder)
     resume = f"checkpoint.resume=./{begun.relative_to(folder)}"

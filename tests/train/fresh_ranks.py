@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 import megamix.train.command  # noqa: F401  # else each rank would import it anew
 from megamix.cli import main
-from megamix.config import config_to_toml
 from megamix.interrupt import stay_deaf
 from megamix.run.batch_plan import BatchPlan
 from megamix.supervise import watchdog
@@ -53,7 +52,7 @@ class FreshRanks:
 
     def __init__(self, config, size, at_attempt=None):
         self.folder = Path(config.checkpoint.folder).parent
-        (self.folder / "job.toml").write_text(config_to_toml(config))
+        (self.folder / "job.toml").write_text(config.text)
         # The store is in this process, as torchrun has it. A store in a file stays locked if a rank is stopped while it
         # reads.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

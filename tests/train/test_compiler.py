@@ -7,7 +7,6 @@ import torch
 import torch._inductor.config as inductor
 
 from megamix.cli import main
-from megamix.config import config_to_toml
 from megamix.train.compiler import load_compiler
 from tests.builders import tiny_job
 
@@ -37,7 +36,7 @@ def test_vectors_are_tried_where_the_update_may_need_it(tmp_path, monkeypatch, c
 def test_a_model_without_a_compiler_is_told_in_a_line(tmp_path, monkeypatch, data, capsys, check, status, begin):
     monkeypatch.setattr("megamix.train.command.has_gpu", lambda: False)
     monkeypatch.setenv("CXX", "no-such-compiler")
-    (tmp_path / "job.toml").write_text(config_to_toml(tiny_job(tmp_path, tokens=data, model={"compile": True})))
+    (tmp_path / "job.toml").write_text(tiny_job(tmp_path, tokens=data, model={"compile": True}).text)
     assert main(["train", str(tmp_path / "job.toml"), *check]) == status
     said = "".join(capsys.readouterr())
     assert f"{begin}model.compile: is true, but there is no C++ compiler no-such-compiler; install it, " in said

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from megamix.cli import main
-from megamix.config import FP8Config, config_to_toml, load_config
+from megamix.config import FP8Config, load_config
 from megamix.model import fp8
 from megamix.report.metrics import TAGS
 from tests.builders import EXPERTS, run_on_ranks, tiny_job, write_data
@@ -170,7 +170,7 @@ def test_a_job_names_its_layers(run_ranks, tmp_path, data):
     short = {"warmup_steps": 1, "steps": 2, "global_batch_size": 4, "eval_interval": 1, "log_interval": 1}
     job = tiny_job(tmp_path, tokens=data, ffn_hidden_size=64, tp_size=2, dtype="bf16", **short)
     job = job.with_keys(precision={"fp8": FP8Config(recipe="rowwise", weight_grad="fp8", but=("blocks.0.*",))})
-    (tmp_path / "job.toml").write_text(config_to_toml(job))
+    (tmp_path / "job.toml").write_text(job.text)
     (said, products), (_, of_other_rank) = run_ranks(trained, 2, load_config(tmp_path / "job.toml"))
     layers = "attention.query, attention.key, attention.value, attention.out, feed_forward.gate, feed_forward.up, "
     assert f"products in FP8, rowwise, emulated on this CPU | {layers}feed_forward.down of layer 1 |" in said

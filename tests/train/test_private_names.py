@@ -5,7 +5,6 @@ a job that compiles nothing never imports the compiler.
 import subprocess
 import sys
 
-from megamix.config import config_to_toml
 from tests.builders import tiny_job, write_data
 
 # torch has no public name for these, or no import of its own.
@@ -48,7 +47,7 @@ def test_a_job_on_one_rank_starts_without_torchs_private_modules_and_without_the
     jobs = [tmp_path / "refused.toml", tmp_path / "real.toml"]
     for path in jobs:
         job = tiny_job(tmp_path, checkpoint={"folder": str(tmp_path / path.stem)}, steps=3, eval_interval=0)
-        path.write_text(config_to_toml(job))
+        path.write_text(job.text)
     run = subprocess.run([sys.executable, "-c", SCRIPT, *jobs], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     refused, real = (line for line in run.stdout.splitlines() if line.startswith("memory | "))

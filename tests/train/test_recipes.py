@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megamix.cli import main
-from megamix.config import config_to_toml, load_config
+from megamix.config import load_config
 from megamix.model.family import parameter_count
 from tests.builders import run_on_ranks
 
@@ -57,7 +57,7 @@ def _shrunken(name, folder, data):
 def test_a_recipe_is_checked_planned_and_trained_at_a_small_size(run_ranks, tmp_path, data, capsys, monkeypatch, name):
     config = _shrunken(name, tmp_path, data)
     job = tmp_path / "job.toml"
-    job.write_text(config_to_toml(config))
+    job.write_text(config.text)
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(["train", str(job), "--check"]) == 0
     monkeypatch.delenv("WORLD_SIZE")

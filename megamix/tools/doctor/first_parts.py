@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from megamix.config import config_from_dict, config_to_toml
+from megamix.config import config_from_dict
 from megamix.model.fp8 import FP8_CAPABILITY
 from megamix.supervise.launch import PREEMPTED
 from megamix.tools.bench.sides import SIZES, ByHand, Engine, Ours, Work, fitted, half_of
@@ -122,7 +122,7 @@ def _job(name: str, changes: Mapping[str, Any]) -> list[str]:
     """Write a job, whose run has the same name, into the working folder; return Python's arguments for it."""
     own = {"data": {"train": [{"markov": 16, "weight": 1.0}]}, "checkpoint": {"folder": name}}
     config = config_from_dict(expected()["job"], own, changes)
-    Path(f"{name}.toml").write_text(config_to_toml(config))
+    Path(f"{name}.toml").write_text(config.text)
     return ["-m", "megamix.pretrain", "--standalone", "--", f"{name}.toml"]
 
 
