@@ -25,7 +25,7 @@ from pathlib import Path
 from megamix import cli
 from megamix.config import ConfigError
 from megamix.machine import many_imports
-from megamix.run.resume_rules import what_is_kept
+from megamix.run.run_folder import what_is_kept
 from megamix.supervise.console import end_process, say, say_phase
 from megamix.supervise.launch import PREEMPTED, signals_passed_on, start_ranks
 from megamix.supervise.status import EXIT_STATUS
@@ -61,7 +61,7 @@ def _pretrain(options: list[str], job: list[str], arguments: argparse.Namespace)
     if status == PREEMPTED:
         say(f"megamix: interrupted; to go on, repeat the command: {_command_line(options, job)}", sys.stderr)
     elif status == EXIT_STATUS["failed"]:
-        say(f"megamix: failed; {what_is_kept(config)}: {_command_line(options, job)}", sys.stderr)
+        say(f"megamix: failed; {what_is_kept(config.checkpoint)}: {_command_line(options, job)}", sys.stderr)
     return status
 
 

@@ -13,13 +13,16 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from megamix import AdamW, Precision, ShardedEngine, Sharding
-from megamix.config import Config, config_from_dict
+from megamix.builders.data import JobCorpus
+from megamix.builders.objects import build_optimizer, lr_table
+from megamix.config import Config, Pace, config_from_dict
+from megamix.config.sections import TrainingConfig
 from megamix.data.source import MarkovSource
 from megamix.data.token_file import TokenFileWriter
 from megamix.data.tokenizer import Tokenizer
 from megamix.run import results
-from megamix.train import joined
-from megamix.train.job import run_job
+from megamix.train import ranks
+from megamix.train.main import run_job
 
 MODEL_VOCAB, WIDTH, LENGTH = 29, 24, 6  # of the tiny model and its batches
 FP32, BF16 = Precision(torch.float32), Precision(torch.bfloat16)
@@ -127,6 +130,23 @@ def make_engine(
     )
 
 
+def corpus_of(config):
+    return JobCorpus(config.data, config.model)
+
+
+def pace_of(steps):
+    return Pace(TrainingConfig(steps=steps, micro_batch_size=1, global_batch_size=1), seq_len=1)
+
+
+def optimizer_of(config):
+    return build_optimizer(config.optimizer, config.model, config.lr_schedule, config.pace)
+
+
+def lrs_of(config):
+    """Return the learning rate of each update of a job."""
+    return lr_table(config.lr_schedule, config.optimizer, config.pace)
+
+
 bf16_engine = partial(make_engine, precision=BF16)
 
 
@@ -199,7 +219,7 @@ def run_on_ranks(config):
     with (
         mock.patch.object(results, "SAMPLE_TOKENS", 8),
         mock.patch.object(dist.distributed_c10d, "_tensor_to_object", _unpickle),  # torch's pipeline does, for example
-        mock.patch.object(joined, "meet_ranks", lambda device, timeout_s: None),
+        mock.patch.object(ranks, "meet_ranks", lambda device, timeout_s: None),
         mock.patch.object(dist, "destroy_process_group"),
     ):
         return run_job(config)

@@ -83,14 +83,15 @@ def test_a_rank_that_torchrun_leaves_alone_with_its_mistake_says_it(capsys, monk
 def test_train_loads_the_compiler_before_a_job_that_compiles_its_updates(monkeypatch, compiles):
     called = Mock()
     called.disk_problem.return_value = ""
+    called.memory_problem.return_value = None
     for module, name in (
-        ("run.run_folder", "check"), ("run.job_size", "disk_problem"), ("train.command", "load_compiler"),
-        ("train.job", "run_job"),
+        ("train.check", "check"), ("train.command", "load_compiler"), ("train.main", "run_job"),
+        ("train.job_size.JobSize", "memory_problem"), ("train.job_size.JobSize", "disk_problem"),
     ):  # fmt: skip
         monkeypatch.setattr(f"megamix.{module}.{name}", getattr(called, name))
     assert main(["train", QUICKSTART, f"optimizer.compile={str(compiles).lower()}"]) == 0
     loads = ["load_compiler"] if compiles else []
-    assert [name for name, *_ in called.mock_calls] == ["check", "disk_problem", *loads, "run_job"]
+    assert [name for name, *_ in called.mock_calls] == ["check", "memory_problem", "disk_problem", *loads, "run_job"]
 
 
 def test_prepare_answers_a_broken_disk_with_one_line(tmp_path, capsys, monkeypatch):

@@ -13,7 +13,6 @@ import pytest
 from pydantic import Field, create_model
 
 from megamix import AdamW
-from megamix.builders.objects import build_optimizer, lr_table
 from megamix.checkpoint.manifest import RunRecord, read_manifest
 from megamix.cli import main
 from megamix.config import ConfigError, ModelConfig, config_from_dict, config_schema, load_config
@@ -32,9 +31,10 @@ from megamix.plugins import (
     register_source,
     register_tracker,
 )
+from megamix.run.own_code import own_code
 from megamix.run.ranks_agree import RankGroup, differences, started_with
 from megamix.run.resume_rules import changes
-from tests.builders import run_on_ranks, tiny_job
+from tests.builders import lrs_of, optimizer_of, run_on_ranks, tiny_job
 from tests.checkpoint.seal import edit
 from tests.config.test_errors import changed, problems_of
 
@@ -228,7 +228,7 @@ def test_the_page_s_example_goes(here):
     (here / "my_module.py").write_text(module)
     base = _write(here, "base.toml", config_from_dict(changed()).text.replace(": not set", ""))
     config = load_config(_write(here, "job.toml", f'base = "{base.name}"\n{toml}'))
-    assert build_optimizer(config) == AdamW(lr=lr_table(config), betas=(0.8, 0.95))
+    assert optimizer_of(config) == AdamW(lr=lrs_of(config), betas=(0.8, 0.95))
 
 
 @pytest.mark.parametrize(
@@ -250,13 +250,18 @@ def test_an_import_that_fails_is_one_line(here, capsys, text, want):
     assert capsys.readouterr().err == f"megamix plot: {problem}\n"
 
 
+def _started(tree):
+    config = config_from_dict(tree)
+    return started_with(config.values, own_code(config.plugins))
+
+
 def test_ranks_with_other_sources_of_a_plugin_differ(here):
-    one = started_with(config_from_dict(with_plugin(**LION)), {})
+    one = _started(with_plugin(**LION))
     (here / "toy_plugin.py").write_text(PLUGIN + "\n")
-    other = started_with(config_from_dict(with_plugin(**LION)), {})
+    other = _started(with_plugin(**LION))
     (line,) = differences([RankGroup([0], one), RankGroup([1], other)])
     assert line.startswith("source code of toy_plugin (SHA-256): ")
-    without = started_with(config_from_dict(changed()), {})
+    without = _started(changed())
     said = differences([RankGroup([0], one), RankGroup([1], without)])
     assert [line.split(":")[0] for line in said] == ["optimizer.name", "plugins"]
 

@@ -22,7 +22,7 @@ from megamix.config import Config, load_config
 from megamix.model.family import parameter_count
 from megamix.plugins import OPTIMIZERS
 from megamix.report.history import read_history
-from megamix.train.job import run_job
+from megamix.train.main import run_job
 
 SETTINGS = (
     "precision.dtype=bf16", "training.micro_batch_size=1", "training.global_batch_size=1", "training.eval_interval=0",

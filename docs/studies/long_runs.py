@@ -15,7 +15,7 @@ import study
 
 from megamix.config import load_config
 from megamix.report.history import read_history
-from megamix.train.job import run_job
+from megamix.train.main import run_job
 
 SEEDS = (1, 2, 3)  # the grid is the first one's
 LAST = 20  # steps whose loads count

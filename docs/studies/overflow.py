@@ -21,7 +21,7 @@ from megamix.inspect.overflows import GaveUpError
 from megamix.model.family import parameter_count
 from megamix.report.history import RunHistory, read_history
 from megamix.run.batch_plan import Fate
-from megamix.train.job import run_job
+from megamix.train.main import run_job
 
 SETTINGS = (
     "model.hidden_size=64", "model.num_layers=2", "model.num_heads=2",

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from megamix.builders.objects import build_engine
+from megamix.builders.objects import build_optimizer, build_precision
 from megamix.config import Config, load_config
 from megamix.data.source import TokenFileSource, TokenSpan
 from megamix.data.token_file import TokenFile
@@ -122,7 +122,8 @@ def measure(small: bool = False) -> Findings:
 def train(config: Config, text_file: TokenFile, watch_every: int) -> Findings:
     torch.manual_seed(config.training.seed)
     model = Transformer(config.model)
-    engine = build_engine(config, model, units=(), grad_accum_steps=1)
+    optimizer = build_optimizer(config.optimizer, config.model, config.lr_schedule, config.pace)
+    engine = ShardedEngine(model, optimizer, build_precision(config.precision), clip_grad=config.optimizer.clip_grad)
     seq_len, vocab_size, seed = config.model.seq_len, config.model.vocab_size, config.training.seed
     source = TokenFileSource([TokenSpan.whole(text_file)], seq_len=seq_len, vocab_size=vocab_size, seed=seed)
     watch, batch_size = Watch(model), config.training.micro_batch_size

@@ -1,5 +1,5 @@
 """Builders of a job's objects from its configuration; each object gets only its own section.
 
-objects  model's stages, optimizer, loss scale, engine, runner of micro-batches
-data     sources of samples, and what is wrong with their files
+objects  optimizer, loss scale, number formats
+data     the corpus: sources of samples, and what is wrong with their files
 """

@@ -7,7 +7,7 @@ architecture    the section [model] of a model of transformers
 optimizers      the sections of the update: keys of every optimizer, and of each
 loss_scales     the section [precision.loss_scale]: keys of each rule
 choices         tables whose keys depend on what is chosen or registered
-batch_ramp      sizes of global batches, and the tokens of updates
+pace            length of a run, sizes of its global batches, tokens of its updates
 checks          checks over more than one field, by topic
 mesh_checks     checks of the mesh of ranks and of a pipeline's schedule
 unread          keys that are read only where another key says so
@@ -24,10 +24,9 @@ command         the verb
 # mypy: implicit-reexport
 
 from megamix.config.architecture import TransformersConfig, architecture, first_weights
-from megamix.config.batch_ramp import batch_size, tokens_of
 from megamix.config.checks import check_world_size, grad_accum_steps, model_problems
 from megamix.config.config import Config, config_schema, effective_tables, values_of
-from megamix.config.load import config_from_dict, load_config
+from megamix.config.load import config_from_dict, config_of_run, load_config
 from megamix.config.loss_scales import loss_scale_rule
 from megamix.config.mesh_checks import (
     AXIS_KEYS,
@@ -51,5 +50,6 @@ from megamix.config.model_and_data import (
     whole_weights,
 )
 from megamix.config.optimizers import OptimizerConfig
+from megamix.config.pace import Pace
 from megamix.config.problems import ConfigError, nearest, override_meant
 from megamix.config.sections import FP8Config, ParallelismConfig, PrecisionConfig

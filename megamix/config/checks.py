@@ -8,7 +8,6 @@ from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
-from megamix.config.batch_ramp import sizes_by_key
 from megamix.config.choices import Tree, section_at
 from megamix.config.config import Config
 from megamix.config.mesh_checks import (
@@ -23,6 +22,7 @@ from megamix.config.mesh_checks import (
 )
 from megamix.config.model_and_data import ModelConfig
 from megamix.config.optimizers import SettingSchedule
+from megamix.config.pace import sizes_by_key
 from megamix.config.toml_text import value_text
 from megamix.plugins import Section
 from megamix.settings.optimizers import AdamWSettings, MuonSettings, NAGSettings
@@ -69,7 +69,7 @@ def model_problems(model: ModelConfig) -> list[str]:
 
 def check_world_size(config: Config, world_size: int) -> list[str]:
     """Return the problems that show once the number of ranks is known, one line each."""
-    dp_size = config.parallelism.dp_size or data_parallel_size(config, world_size)
+    dp_size = config.parallelism.dp_size or data_parallel_size(config.parallelism, world_size)
     checks = (lambda c: mesh_problems(c, world_size), lambda c: _batch_problems(c, dp_size), torch_problems)
     return [line for check in checks for line in _told(check, config)]
 

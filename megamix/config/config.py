@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any, Self
 
 from megamix.config.choices import Tree
+from megamix.config.pace import Pace
 from megamix.config.sections import Tables
 from megamix.config.toml_text import tables_to_toml
 from megamix.config.unread import drop_unread, with_defaults
@@ -29,6 +30,10 @@ class Config(Tables):
     def values(self) -> dict[str, Any]:
         """Return its `values_of`."""
         return values_of(self.text)
+
+    @cached_property
+    def pace(self) -> Pace:
+        return Pace(self.training, self.model.seq_len)
 
     def with_keys(self, **sections: Mapping[str, object]) -> Self:
         """Return another configuration, with these keys of its sections changed. The values are not checked.

@@ -79,6 +79,14 @@ def load_config(
     return _build(layers, [*problems, *(_foreign_programs(layers) if starts else ())], str(path), say)
 
 
+def config_of_run(path: Path) -> Config | None:
+    """Return the configuration that a run has written, or None if it cannot be read."""
+    try:
+        return load_config(path, imports=False)
+    except ConfigError:
+        return None
+
+
 def config_from_dict(*trees: Mapping[str, Any]) -> Config:
     """Return a Config from nested plain values, as a file would give them; each further tree lies above the one before,
     as a file above its base.

@@ -39,9 +39,9 @@ def axis_sizes(section: ParallelismConfig) -> dict[str, int]:
     return {name: sizes.get(name, 1) for name in AXES if name != "dp"}
 
 
-def data_parallel_size(config: Tables, world_size: int) -> int:
+def data_parallel_size(section: ParallelismConfig, world_size: int) -> int:
     """Return the size of dp: the ranks that all other axes leave, at least one."""
-    return max(1, world_size // math.prod(axis_sizes(config.parallelism).values()))
+    return max(1, world_size // math.prod(axis_sizes(section).values()))
 
 
 def reading_ranks(section: ParallelismConfig, dp_size: int | None = None) -> int:

@@ -9,11 +9,11 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from megamix.axes import AXES
-from megamix.config.batch_ramp import with_steps
 from megamix.config.choices import ChosenTable, ExtendedTable, left_out
 from megamix.config.loss_scales import LOSS_SCALE, LossScaleConfig
 from megamix.config.model_and_data import FAMILY, DataConfig, ModelConfig, Text
 from megamix.config.optimizers import OPTIMIZER, OptimizerConfig
+from megamix.config.pace import with_steps
 from megamix.plugins import MORE_AXES, TRACKERS, Section
 from megamix.settings.average import AverageSettings
 

@@ -1,6 +1,6 @@
-"""The model of a job on this rank, and the initial weights that one process would draw."""
+"""The model of a job on this rank, the initial weights that one process would draw, and what runs its micro-batches."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -8,20 +8,66 @@ from torch import Tensor
 
 from megamix.comm.collectives import Collectives, make_collectives
 from megamix.comm.topology import Axis, Topology
-from megamix.config import ConfigError, DecoderConfig, FP8Config, ParallelismConfig
+from megamix.config import ConfigError, DecoderConfig, FP8Config, ParallelismConfig, first_weights
+from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.flat_layout import ParamSpec
 from megamix.mixed_precision.settings import Placement
 from megamix.mixed_precision.weights import Fill, without_values
 from megamix.model.decoder import EMBEDDING_WEIGHT, Decoder
-from megamix.model.family import family_of
-from megamix.model.fp8 import FP8_CAPABILITY, use_fp8
+from megamix.model.family import family_of, flops_per_token, parameter_count
+from megamix.model.fp8 import FP8_CAPABILITY, in_words, use_fp8
 from megamix.model.language_model import LanguageModel
 from megamix.parallel.borders import Border
 from megamix.parallel.context_parallel import divide_positions
 from megamix.parallel.expert_parallel import divide_experts
-from megamix.parallel.stages import StagePlan, keep_layers
+from megamix.parallel.micro_batch_runner import MicroBatchRunner
+from megamix.parallel.stages import StagePlan, describe_stages, keep_layers, plan_pipeline
 from megamix.parallel.tensor_parallel import divide_layers, place_params, take_blocks
 from megamix.plugins import MORE_AXES
+
+
+class ModelPart:
+    """This rank's part of a job's model. It knows the sections that made it, so nobody asks the configuration again."""
+
+    def __init__(
+        self, section: DecoderConfig, parallelism: ParallelismConfig, fp8: FP8Config, topology: Topology,
+        device: torch.device,
+    ):  # fmt: skip
+        """Build the part, with weights that have no values yet. Every rank must call it. Raises: as `build_model`."""
+        self.section, self._parallelism, self._fp8, self._device = section, parallelism, fp8, device
+        self.stages = plan_pipeline(section, parallelism)  # all stages of the pipeline; none without one
+        self.module, self.placements = build_model(section, parallelism, topology, device, self.stages, fp8=fp8)
+        self.numel, self.flops_per_token = parameter_count(section), flops_per_token(section)  # of the whole model
+
+    def first_weights(self, seed: int, *, packed: bool) -> Fill:
+        """Return what writes the first weights, which may hold those of the whole model. Raises: as `drawn`."""
+        return drawn(self.module, seed, packed=packed)
+
+    def runner(self, engine: ShardedEngine, micro_batch_size: int) -> MicroBatchRunner:
+        """Return the object that sends a step's micro-batches through this part."""
+        if not self.stages:
+            return MicroBatchRunner(engine)
+        # torch's pipelines import the compiler, which takes 2 s. Jobs without a pipeline do not wait for that.
+        from megamix.parallel.pipeline_parallel import Handover, Pipeline
+
+        topology, batch = engine.topology, (micro_batch_size, self.section.seq_len)
+        parts = topology.tp.size if self._parallelism.sequence_parallel else 1  # in training
+        own = {number: plan.layers for number, plan in enumerate(self.stages) if plan.rank == topology.pp.rank}
+        handover = Handover(topology.pp, len(self.stages), batch, topology.cp.size, parts)
+        return Pipeline(engine, _ours(self.module), own, self._parallelism.pp_schedule, handover)
+
+    def whole(self) -> LanguageModel:
+        """Return the whole model, with other weights."""
+        return family_of(self.section)(self.section)
+
+    def lines(self, *, begins: bool) -> Iterator[str]:
+        """Yield the lines of the log on products in FP8, the stages and, of a run that `begins`, its first weights."""
+        if line := in_words(self.module, self._fp8, on_cpu=self._device.type == "cpu"):
+            yield line
+        if begins and (weights := first_weights(self.section)):
+            yield f"begins with {weights}"
+        if self.stages:
+            yield f"pipeline, {self._parallelism.pp_schedule} | {describe_stages(self.stages)}"
 
 
 def build_model(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from megamix.config import DecoderConfig
+from megamix.config import DecoderConfig, ParallelismConfig, stages_per_rank
 from megamix.model.decoder import Decoder
 from megamix.model.family import family_of
 from megamix.model.language_model import Costs, LanguageModel
@@ -23,6 +23,14 @@ class StagePlan:
     layers: range
     flops: int  # operations per token, forward and backward
     params: int  # parameters, with the table or head; a tied table counts on both stages that hold it
+
+
+def plan_pipeline(config: DecoderConfig, parallelism: ParallelismConfig) -> list[StagePlan]:
+    """Return the stages of all ranks; an empty list without a pipeline. Raises: as `plan_stages`."""
+    if parallelism.pp_size == 1:
+        return []
+    v_shaped = parallelism.pp_schedule in V_SHAPED
+    return plan_stages(config, parallelism.pp_size, stages_per_rank(parallelism), v_shaped=v_shaped)
 
 
 def plan_stages(

@@ -3,7 +3,8 @@
 from functools import partial
 from pathlib import Path
 
-from megamix.config import Config
+from megamix.config.choices import Tree
+from megamix.config.sections import MetricsConfig
 from megamix.plugins import TRACKERS
 from megamix.report.alerts import AlertTracker
 from megamix.report.prometheus import PrometheusTracker
@@ -12,11 +13,11 @@ from megamix.report.trackers import TrackerThread, WandbTracker
 TRACKERS.registered.update(wandb=WandbTracker, prometheus=PrometheusTracker, alert=AlertTracker)
 
 
-def start_trackers(config: Config) -> list[TrackerThread]:
-    """Start the trackers that have a table [metrics.NAME]."""
-    about = {"folder": Path(config.checkpoint.folder), "config": config.model_dump(mode="json")}
+def start_trackers(section: MetricsConfig, folder: Path, tables: Tree) -> list[TrackerThread]:
+    """Start the trackers that have a table [metrics.NAME]. `tables`: the whole configuration, for them to keep."""
+    about = {"folder": folder, "config": tables}
     return [
         TrackerThread(name, partial(build, **dict(table), **about))
         for name, build in TRACKERS.registered.items()
-        if (table := getattr(config.metrics, name, None)) is not None
+        if (table := getattr(section, name, None)) is not None
     ]

@@ -12,19 +12,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megamix.builders.objects import DTYPES
 from megamix.clock import Clock
 from megamix.comm.collectives import Collectives
 from megamix.comm.host import gather_json, host_collectives
 from megamix.comm.topology import Topology
-from megamix.config import Config
 from megamix.inspect.culprits import headroom, peaks_by_param
 from megamix.inspect.records import gather_recorded
 from megamix.machine import peak_resident
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.examination import EXPONENT_BIAS, layer_of
 from megamix.mixed_precision.step import Examination, Recorded, StepResult
-from megamix.model.family import flops_per_token
 from megamix.model.sizes import dense_peak
 from megamix.report.metrics import FIRST_EXPONENT, LAST_EXPONENT, LayerPrecision, StepMetrics, recorded_tags
 
@@ -216,11 +213,13 @@ class RecordedRows:
         return host_collectives(self._topology.world, self._timeout_s + 1.0)
 
 
-def mfu_per_token_rate(config: Config, world_size: int, device: torch.device) -> float | None:
-    """Return the share of the devices' peak that one token per second takes; None if no peak is known."""
+def mfu_per_token_rate(
+    flops_per_token: int, dtype: torch.dtype, topology: Topology, device: torch.device
+) -> float | None:
+    """Return the share of all devices' peak that one token per second takes; None if no peak is known."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    peak = dense_peak(name, DTYPES[config.precision.dtype])
-    return None if peak is None else flops_per_token(config.model) / (peak * world_size)
+    peak = dense_peak(name, dtype)
+    return None if peak is None else flops_per_token / (peak * topology.world.size)
 
 
 _LIMITS = (-14, -24)  # exponents of FP16's smallest normal number and of its smallest number

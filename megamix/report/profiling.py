@@ -10,7 +10,7 @@ import torch
 
 from megamix.comm.collectives import Pending
 from megamix.comm.timeline import Timeline, Transfer
-from megamix.config import Config
+from megamix.config.sections import ProfilingConfig
 from megamix.durable import ASIDE
 from megamix.mixed_precision.bucket import Bucket
 from megamix.mixed_precision.engine import ShardedEngine
@@ -35,11 +35,17 @@ class Profiling:
     A run that resumes among the chosen attempts traces the rest.
     """
 
-    def __init__(self, config: Config, engine: ShardedEngine, console: Console, writer: MetricsWriter | None):
-        section = config.profiling
+    def __init__(
+        self,
+        section: ProfilingConfig,
+        folder: Path,
+        engine: ShardedEngine,
+        console: Console,
+        writer: MetricsWriter | None,
+    ):
         self._attempts = range(section.start_step, section.start_step + section.num_steps)
         self._engine, self._console, self._writer = engine, console, writer
-        self._trace = Path(config.checkpoint.folder) / f"trace_rank{engine.topology.world.rank}.json"
+        self._trace = folder / f"trace_rank{engine.topology.world.rank}.json"
         self._profiler: torch.profiler.profile | None = None
         self._timelines = dict[int, Timeline]()
 

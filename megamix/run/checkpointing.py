@@ -10,11 +10,11 @@ from megamix.checkpoint.all_or_none import AllOrNone
 from megamix.checkpoint.folder import Files, applied_updates, checkpoints
 from megamix.checkpoint.save import Saver, save
 from megamix.checkpoint.snapshot import take_snapshot
-from megamix.config import Config
+from megamix.config.sections import CheckpointConfig
 from megamix.inspect.replicas import check_replicas
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.run.copies import Copier, takes_of
-from megamix.run.resume import Start
+from megamix.run.resume import Resume
 from megamix.run.run_folder import checkpoint_folder
 from megamix.run.run_record import Progress
 from megamix.supervise.console import Console
@@ -34,23 +34,25 @@ class RunCheckpoints:
 
     def __init__(
         self,
-        config: Config,
+        section: CheckpointConfig,
         engine: ShardedEngine,
-        start: Start,
+        resume: Resume,
         all_or_none: AllOrNone,
         console: Console,
         leave: LeaveRequest,
         note: Callable[..., None],
     ):
-        """`note`: called with "save_begin" and "save_end" and what a save has to say, by the thread that saves."""
+        """`resume`: what the engine was loaded from, and what every checkpoint records. `note`: called with
+        "save_begin" and "save_end" and what a save has to say, by the thread that saves.
+        """
         self._note = note
-        self._section, self._engine, self._record = config.checkpoint, engine, start.record
+        self._section, self._engine, self._record = section, engine, resume.record
         self._all_or_none, self._console, self._leave = all_or_none, console, leave
-        folder = checkpoint_folder(config)
+        start, folder = resume.start, checkpoint_folder(section)
         self._files = Files()
         self._saver = Saver(
             folder,
-            config.checkpoint.keep,
+            section.keep,
             all_or_none,
             self._saved,
             self._failed,
@@ -62,7 +64,8 @@ class RunCheckpoints:
         self._path = own.path if own is not None else None
         self._newest = _place(start.progress) if own is not None else None
         self._under_way = _place(start.progress)
-        takes = [*takes_of(config, self._stays, console.line)] if all_or_none.rank == 0 else []
+        ways = takes_of(section, resume.record.config, self._stays, console.line)
+        takes = [*ways] if all_or_none.rank == 0 else []
         self._copiers = [Copier(folder, take, console.line) for take in takes]
         self._waits = 0  # grows while this rank waits for copies
         self._error: Exception | None = None  # error of the last save

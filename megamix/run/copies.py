@@ -4,13 +4,15 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from megamix.checkpoint.copying import copy_checkpoint
 from megamix.checkpoint.folder import CHECKPOINTS, Files, checkpoints
 from megamix.checkpoint.save import Stays, remove_old
-from megamix.config import Config, ConfigError
+from megamix.config import ConfigError
+from megamix.config.sections import CheckpointConfig
 from megamix.durable import remove_asides, write_text
 from megamix.run.run_folder import CONFIG, copy_problems
 from megamix.supervise.run_lock import run_lock
@@ -91,44 +93,57 @@ class Copier:
             self._tell(f"checkpoint NOT copied: {error}")
 
 
-def takes_of(config: Config, stays: Stays, tell: Callable[[str], None]) -> Iterator[Take]:
-    """Yield the ways on which the configuration wants checkpoints to be taken elsewhere. `stays`: see `remove_old`."""
-    if config.checkpoint.copy_to is not None:
-        yield _to_folder(config, Path(config.checkpoint.copy_to), stays, tell)
-    if config.checkpoint.copy_command:
-        yield _by_command(config.checkpoint.copy_command)
+def takes_of(section: CheckpointConfig, text: str, stays: Stays, tell: Callable[[str], None]) -> Iterator[Take]:
+    """Yield the ways on which checkpoints are to be taken elsewhere.
+
+    `text`: the configuration of the run. `stays`: see `remove_old`.
+    """
+    if section.copy_to is not None:
+        yield ToFolder(section, text, Path(section.copy_to), stays, tell)
+    if section.copy_command:
+        yield ByCommand(section.copy_command)
 
 
-def _to_folder(config: Config, home: Path, stays: Stays, tell: Callable[[str], None]) -> Take:
-    disk: int | None = None  # the file system of the first copy
+@dataclass
+class ToFolder:
+    """Takes checkpoints to a folder, which holds copies of this run alone."""
 
-    def take(path: Path) -> str:
-        nonlocal disk
-        (home / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
-        now = home.stat().st_dev
-        if disk not in (None, now):
-            raise OSError(f"{home} lies on another file system than before; mount it again")
-        disk, files = now, Files()
+    section: CheckpointConfig
+    text: str
+    home: Path
+    stays: Stays
+    tell: Callable[[str], None]
+    _disk: int | None = None  # the file system of the first copy
+
+    def __call__(self, path: Path) -> str:
+        there, files = self.home / CHECKPOINTS, Files()
+        there.mkdir(parents=True, exist_ok=True)
+        now = self.home.stat().st_dev
+        if self._disk not in (None, now):
+            raise OSError(f"{self.home} lies on another file system than before; mount it again")
+        self._disk = now
         try:
-            with run_lock(home, tell):
-                for problem in copy_problems(config):
+            with run_lock(self.home, self.tell):
+                for problem in copy_problems(self.section):
                     raise OSError(problem)
-                remove_asides(home, CONFIG)
-                write_text(home / CONFIG, config.text)
-                keep = config.checkpoint.copy_keep or sys.maxsize
-                drop = partial(remove_old, home / CHECKPOINTS, keep, files=files, stays=stays)
+                remove_asides(self.home, CONFIG)
+                write_text(self.home / CONFIG, self.text)
+                drop = partial(remove_old, there, self.section.copy_keep or sys.maxsize, files=files, stays=self.stays)
                 drop(None)  # those that an earlier, larger copy_keep has left
-                drop(copied := copy_checkpoint(path, home / CHECKPOINTS, files))
+                drop(copied := copy_checkpoint(path, there, files))
         except ConfigError as error:  # another job holds the folder
             raise OSError(error.problems[0]) from None
         return f"copied {path.name} to {copied}"
 
-    return take
 
+@dataclass
+class ByCommand:
+    """Has a program of the user's take checkpoints."""
 
-def _by_command(command: tuple[str, ...]) -> Take:
-    def take(path: Path) -> str:
-        words = [word.replace("{path}", str(path)).replace("{name}", path.name) for word in command]
+    command: tuple[str, ...]
+
+    def __call__(self, path: Path) -> str:
+        words = [word.replace("{path}", str(path)).replace("{name}", path.name) for word in self.command]
         done = subprocess.run(
             words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, errors="replace"
         )
@@ -136,5 +151,3 @@ def _by_command(command: tuple[str, ...]) -> Take:
             last = " ".join(done.stderr.splitlines()[-1:])
             raise OSError(f"{words[0]} ended with {done.returncode}: {last}")
         return f"copied {path.name} by {words[0]}"
-
-    return take

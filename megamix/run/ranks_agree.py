@@ -11,25 +11,21 @@ import hashlib
 import json
 import sys
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
-from torch.distributed import Store  # type: ignore[attr-defined]  # not in its __all__
-
-from megamix.builders.data import data_fingerprints, data_identity
+from megamix.builders.data import JobCorpus
 from megamix.comm.topology import Topology, side_store
-from megamix.config import Config, ConfigError, DataSource
+from megamix.config import ConfigError
+from megamix.config.diff import diff, may, without_paths
 from megamix.config.toml_text import value_text
-from megamix.config.unread import drop_unread
-from megamix.run.own_code import DIGITS, own_code
-from megamix.run.resume_rules import flat, flat_keys
+from megamix.run.own_code import DIGITS
 from megamix.run.run_folder import RESUME_WORDS
 from megamix.supervise.console import say
 from megamix.supervise.liveness import Board, names
 from megamix.supervise.status import NoAnswerError
 
-_LONGEST_TOLD = 1000  # most characters of a value in the store; a hash stands for the rest of a longer value
 _LONGEST_SHOWN = 60  # most characters of a value in a message
 _PROBLEM = "problem"  # a key that stands in place of a rank's settings and says why they are not known
 
@@ -39,33 +35,34 @@ class KnownData(NamedTuple):
     identity: str  # identity of this rank's files before their fingerprints were taken; see `check_unchanged`
 
 
-def known_data(config: Config) -> KnownData:
-    """Check that all ranks were started with the same job. Return the data's fingerprints. Every rank must call it.
+def known_data(started: Mapping[str, str], corpus: JobCorpus, timeout_s: float) -> KnownData:
+    """Check that all ranks were started with the same. Return the data's fingerprints. Every rank must call it.
 
-    Raises: as `check_same_job`; with a single rank, ConfigError for data that cannot be read.
+    `started`: see `started_with`. Raises: as `check_same_job`; with a single rank, ConfigError for data that cannot be
+    read.
     """
     world = Topology.current().world
     if world.group is not None:
-        return check_same_job(config, side_store(world), world.rank, world.size)
+        return check_same_job(started, corpus, Board(side_store(world), timeout_s), world.rank, world.size)
     try:
-        identity = data_identity(config)
+        identity = corpus.identity()
     except OSError as error:
         raise ConfigError([str(error)], "job") from error
-    fingerprints = _read_fingerprints(config)
+    fingerprints = _read_fingerprints(corpus)
     if problem := fingerprints.get(_PROBLEM):
         raise ConfigError([problem], "job")
     return KnownData(fingerprints, identity)
 
 
-def check_same_job(config: Config, store: Store, rank: int, size: int) -> KnownData:
-    """Compare the settings that the ranks were started with. Every rank must call it; nothing else uses `store`.
+def check_same_job(started: Mapping[str, str], corpus: JobCorpus, board: Board, rank: int, size: int) -> KnownData:
+    """Compare what the ranks were started with. Every rank must call it; nothing else uses the board's store.
 
     Raises: ConfigError on every rank, with everything that differs; NoAnswerError on every live rank, naming the ranks
-    that do not answer, shortly after `parallelism.timeout_s`.
+    that do not answer, shortly after the board's limit.
     """
-    board = Board(store, config.parallelism.timeout_s)
-    data, problem = _shared_data(config, board, rank)
-    record = {_PROBLEM: problem} if problem else started_with(config, data.fingerprints)
+    data, problem = _shared_data(corpus, board, rank)
+    contents = {f"content of {key} (SHA-256)": digest[:DIGITS] for key, digest in data.fingerprints.items()}
+    record = {_PROBLEM: problem} if problem else {**started, **contents}
     digest = hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
     board.put(f"record {digest}", record)
     board.put(f"digest {rank}", digest)
@@ -85,17 +82,17 @@ def check_same_job(config: Config, store: Store, rank: int, size: int) -> KnownD
     return data
 
 
-def _shared_data(config: Config, board: Board, rank: int) -> tuple[KnownData, str]:
+def _shared_data(corpus: JobCorpus, board: Board, rank: int) -> tuple[KnownData, str]:
     """Return the data's fingerprints, and why they are not known ("" if they are). One rank of each machine reads the
     files.
     """
     nothing = KnownData({}, "")
     try:
-        identity = data_identity(config)
+        identity = corpus.identity()
         key = f"files {hashlib.sha256(identity.encode()).hexdigest()}"
         reader = board.claim(f"reader of {key}", rank)
         if reader == rank:
-            board.put(key, _read_fingerprints(config))
+            board.put(key, _read_fingerprints(corpus))
         else:
             board.put(f"waits {rank}", reader)
         if not board.wait([key]):
@@ -106,9 +103,9 @@ def _shared_data(config: Config, board: Board, rank: int) -> tuple[KnownData, st
     return KnownData(answer, identity), answer.pop(_PROBLEM, "")
 
 
-def _read_fingerprints(config: Config) -> dict[str, str]:
+def _read_fingerprints(corpus: JobCorpus) -> dict[str, str]:
     try:
-        return data_fingerprints(config)
+        return corpus.fingerprints()
     except (OSError, ValueError) as error:  # the ranks that wait for this one must learn of the error, too
         return {_PROBLEM: str(error)}
 
@@ -127,88 +124,43 @@ def _outcome(board: Board, size: int) -> tuple[list[str], str]:
     return [*problems, *differences([group for group in groups if group not in failed])], ""
 
 
-# Each rank may have its own time limit. Paths may differ between nodes: for data and tokenizer the fingerprints are
-# compared, and the run's folder is checked once it is taken.
-MAY_DIFFER = ("parallelism.timeout_s", "checkpoint.folder", "data.tokenizer")
-PATHS_MAY_DIFFER = ("data.train", "data.stages", "data.valid")  # but paths that are equal on one rank are so on all
+def started_with(values: Mapping[str, Any], code: Mapping[str, str]) -> dict[str, str]:
+    """Return every key that must have the same value on all ranks, with its value as text, and the code's.
 
-_UNSET = "not set"
-NOT_READ = "not read"  # stands for the value of a key that another key disables
-
-
-def started_with(config: Config, fingerprints: dict[str, str]) -> dict[str, str]:
-    """Return every key that must have the same value on all ranks, with its value as text.
-
-    `fingerprints`: digests of the data, by the key that names the data.
+    `values`: those of the configuration. `code`: see `own_code`.
     """
-    found = {key: _bounded(value_text(value)) for key, value in _settings(config).items()}
-    tree = config.model_dump()
-    found |= {key: _UNSET for key, value in flat_keys("", tree) if value is None and key not in MAY_DIFFER}
-    found |= {item.key: NOT_READ for item in drop_unread(tree)[1]}
-    found |= {f"content of {key} (SHA-256)": digest[:DIGITS] for key, digest in fingerprints.items()}
-    return found | own_code(config.plugins)
-
-
-def _settings(config: Config) -> dict[str, Any]:
-    settings = {key: value for key, value in flat(config.text).items() if key not in MAY_DIFFER}
+    settings = {key: value for key, value in values.items() if not may(key).ranks}
     if settings["checkpoint.resume"] not in RESUME_WORDS:  # the first rank's path counts for all
         settings["checkpoint.resume"] = "a path"
     numbers: dict[str | int, int] = {}
-    for key in PATHS_MAY_DIFFER:
+    for key in ("data.train", "data.stages", "data.valid"):  # paths that are equal on one rank are so on all
         if key in settings:
-            settings[key] = _without_paths(settings[key], numbers)
-    return settings
-
-
-def _without_paths(value: Any, numbers: dict[str | int, int]) -> Any:
-    """Return the value with each path replaced by the number of its file, counted in the order of first appearance.
-
-    A file that is named twice continues where it was, so all ranks must repeat the same files.
-    """
-    if isinstance(value, list):
-        return [_without_paths(item, numbers) for item in value]
-    if not isinstance(value, dict):
-        return value
-    # A plugin's own table is compared as it is.
-    named: dict[str, Any] = {
-        key: item if isinstance(item, dict) else _without_paths(item, numbers) for key, item in value.items()
-    }
-    if "path" in named:
-        name = DataSource(path=named.pop("path")).name
-        named = {"file": numbers.setdefault(name, len(numbers) + 1)} | named
-    return named
-
-
-def _bounded(text: str) -> str:
-    if len(text) <= _LONGEST_TOLD:
-        return text
-    return f"{text[:_LONGEST_TOLD]} and more (SHA-256 {hashlib.sha256(text.encode()).hexdigest()[:DIGITS]})"
+            settings[key] = without_paths(settings[key], numbers)
+    return {key: value_text(value) for key, value in settings.items()} | dict(code)
 
 
 _SHOWN_KEYS, _SHOWN_VALUES = 40, 4
+_UNSET = "not set"
 
 
 class RankGroup(NamedTuple):
     """Ranks that were started alike."""
 
     ranks: list[int]  # ascending
-    started_with: dict[str, str]  # value by key
+    started_with: dict[str, str]  # see `started_with`
 
 
 def differences(groups: Sequence[RankGroup]) -> list[str]:
-    """Return a line for each key that has several values among the groups that read the key.
-
-    Groups that do not read a key are left out: the key that disables it differs, too, and has a line of its own.
-    """
-    lines = []
-    for key in sorted({key for group in groups for key in group.started_with}):
+    """Return a line for each key that has several values among the groups."""
+    lines = list[str]()
+    first, *others = [group.started_with for group in groups] or [{}]
+    for key in sorted({change.key for other in others for change in diff(first, other)}):
+        if key.startswith("source code of ") and any(key not in group.started_with for group in groups):
+            continue  # of a plugin that some do not have, which another line says
         ranks_of = defaultdict[str, list[int]](list)
-        missing = _UNSET if key.startswith("content of ") else NOT_READ  # meaning of a key that a group lacks
         for group in groups:
-            ranks_of[group.started_with.get(key, missing)] += group.ranks
-        ranks_of.pop(NOT_READ, None)
-        if len(ranks_of) > 1:
-            lines.append(_line(key, ranks_of))
+            ranks_of[group.started_with.get(key, _UNSET)] += group.ranks
+        lines.append(_line(key, ranks_of))
     more = len(lines) - _SHOWN_KEYS
     return lines if more <= 0 else [*lines[:_SHOWN_KEYS], f"and {more} more keys differ"]
 

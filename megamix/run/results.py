@@ -10,13 +10,11 @@ from torch import Tensor, nn
 
 from megamix.checkpoint.snapshot import DTYPE_NAMES
 from megamix.checkpoint.tensor_file import safetensors_header, tensor_chunks
-from megamix.config import Config
 from megamix.data.text_tokenizer import TextTokenizer
 from megamix.data.tokenizer import open_tokenizer
 from megamix.durable import write_text, written_aside
 from megamix.inspect.overflows import GaveUpError
 from megamix.mixed_precision.engine import ShardedEngine
-from megamix.model.family import family_of
 from megamix.model.generation import check_sampling, generate
 from megamix.model.language_model import LanguageModel
 from megamix.run import run_folder
@@ -29,14 +27,44 @@ SAMPLE_TEMPERATURE, SAMPLE_TOP_P = 0.5, 0.9
 TellText = Callable[[int, str, str], None]  # takes a step, a name and a text
 
 
+@dataclass(frozen=True)
+class Sample:
+    """The text at the end of a run, which its model writes with the run's tokenizer."""
+
+    tokenizer: Path
+    prompt: str
+    seed: int
+    step: int  # the last one
+    whole: Callable[[], LanguageModel]  # returns the whole model, with other weights
+
+    def write(self, path: Path, model: nn.Module, console: Console, tell_text: TellText | None) -> None:
+        """Have the model write it. Only the first rank gives `tell_text`, and writes the file."""
+        assert isinstance(model, LanguageModel)
+        model.eval()  # without dropout
+        sampling = Sampling(SAMPLE_TOKENS, self.seed, SAMPLE_TEMPERATURE, SAMPLE_TOP_P)
+        text = sample_text(model, open_tokenizer(self.tokenizer), self.prompt, sampling)
+        if text.strip() == self.prompt.strip():
+            console.line("no sample of text: the model writes nothing but white space; train longer")
+        elif tell_text is not None:
+            with console.telling(path):
+                write_text(path, text)
+            console.line(f"sample of text ({path}):\n{text}")
+            tell_text(self.step, "sample", text)
+
+
 def write_results(
-    config: Config, engine: ShardedEngine, console: Console, gave_up: GaveUpError | None, tell_text: TellText | None
+    folder: Path,
+    engine: ShardedEngine,
+    console: Console,
+    gave_up: GaveUpError | None,
+    sample: Sample | None,
+    tell_text: TellText | None,
 ) -> None:
     """Write the files that a run leaves when it is finished or gives up.
 
     Every rank must call it. The first rank writes the files, and calls `tell_text` with the sample.
     """
-    folder, topology = Path(config.checkpoint.folder), engine.topology
+    topology = engine.topology
     first = topology.world.rank == 0
 
     def written(path: Path, what: str) -> dict[str, Tensor]:
@@ -57,31 +85,15 @@ def write_results(
         if first:
             with console.telling(folder / run_folder.GAVE_UP):
                 write_text(folder / run_folder.GAVE_UP, f"{gave_up}\n")
-    elif config.data.tokenizer is not None:
+    elif sample is not None:
         model = engine.module
         if first and topology.pp.size > 1:  # no rank of a pipeline has the whole model
-            model = family_of(config.model)(config.model)
+            model = sample.whole()
             model.load_state_dict(weights)
             model.to(engine.plan.precision.dtype)
         with engine.whole_parameters():  # only some ranks compute below
             if first or (topology.pp.size == 1 and topology.computes_with_first):
-                _write_sample(config, model, console, tell_text)
-
-
-def _write_sample(config: Config, model: nn.Module, console: Console, tell_text: TellText | None) -> None:
-    assert isinstance(model, LanguageModel)
-    assert config.data.tokenizer is not None
-    model.eval()  # without dropout
-    sampling = Sampling(SAMPLE_TOKENS, config.training.seed, SAMPLE_TEMPERATURE, SAMPLE_TOP_P)
-    text = sample_text(model, open_tokenizer(Path(config.data.tokenizer)), config.metrics.sample_prompt, sampling)
-    if text.strip() == config.metrics.sample_prompt.strip():
-        console.line("no sample of text: the model writes nothing but white space; train longer")
-    elif tell_text is not None:
-        path = Path(config.checkpoint.folder) / run_folder.SAMPLE
-        with console.telling(path):
-            write_text(path, text)
-        console.line(f"sample of text ({path}):\n{text}")
-        tell_text(config.training.steps, "sample", text)
+                sample.write(folder / run_folder.SAMPLE, model, console, tell_text)
 
 
 def write_weights(path: Path, weights: dict[str, Tensor]) -> None:

@@ -6,20 +6,21 @@ import copy
 import functools
 import json
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from pydantic import Field, ValidationError
 
-from megamix.builders.objects import build_loss_scale, build_optimizer
+from megamix.builders.objects import build_loss_scale
 from megamix.checkpoint.manifest import AVERAGE, BUFFER, Count, Manifest, states_text
 from megamix.checkpoint.snapshot import state_set
-from megamix.config import Config, ConfigError, DecoderConfig
+from megamix.config import ConfigError, DecoderConfig
 from megamix.config.problems import short
-from megamix.config.sections import SECTIONS
+from megamix.config.sections import SECTIONS, Tables
 from megamix.mixed_precision.loss_scale import StaticLossScale
+from megamix.mixed_precision.optimizers import Optimizer
 from megamix.model.family import family_of, section_of
 from megamix.plugins import OPTIMIZERS, PluginError, Section, require_plugins
 from megamix.run.batch_plan import PlanState
@@ -47,9 +48,9 @@ def check_run(manifest: Manifest) -> None:
             keys = tables.get("model", {})
             check_params(manifest, _validated(section_of(keys), keys, tables))
             return
-        config = saved_config(manifest)
-        check_params(manifest, config.model)
-        loss_scale = build_loss_scale(config.precision) or StaticLossScale()
+        saved_by = saved_tables(manifest)
+        check_params(manifest, saved_by.model)
+        loss_scale = build_loss_scale(saved_by.precision) or StaticLossScale()
         saved = (manifest.loss_scale_rule, sorted(manifest.loss_scale))
         if saved != (now := (loss_scale.rule, sorted(loss_scale.state_names))):
             raise ValueError(f"loss_scale_rule and loss_scale: it holds {saved}, the present rule has {now}")
@@ -73,16 +74,15 @@ def _reason(error: Exception) -> str:
     return " ".join((str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}").split())
 
 
-def check_states(path: Path, manifest: Manifest, config: Config) -> None:
+def check_states(path: Path, manifest: Manifest, name: str, build: Callable[[], Optimizer]) -> None:
     """Refuse one of the run's own checkpoints if its states are not those of the optimizer as configured now.
 
-    Raises: ConfigError naming the optimizer and both sets of states.
+    `build`: builds that optimizer, of this name. Raises: ConfigError naming the optimizer and both sets of states.
     """
-    name = config.optimizer.name
     home = OPTIMIZERS.sections[name].__module__
     what = f"optimizer.name: {name}" + f" of plugin {home}" * (not home.startswith("megamix."))
     try:
-        optimizer = build_optimizer(config)
+        optimizer = build()
         sets = [
             (
                 param.name,
@@ -105,10 +105,10 @@ def check_states(path: Path, manifest: Manifest, config: Config) -> None:
         raise ConfigError([problem], "job")
 
 
-def saved_config(manifest: Manifest) -> Config:
+def saved_tables(manifest: Manifest) -> Tables:
     """Return the configuration of the run that saved a manifest. Raises: as `check_run`."""
     tables = manifest.run.tables()
-    return _validated(Config, {name: {} for name in SECTIONS} | tables, tables)
+    return _validated(Tables, {name: {} for name in SECTIONS} | tables, tables)
 
 
 def check_params(manifest: Manifest, model: DecoderConfig) -> None:

@@ -117,6 +117,11 @@ class Console:
         elif self._speaks:
             say(text)
 
+    def lines(self, *texts: str) -> None:
+        """Print those lines that are not empty."""
+        for text in filter(None, texts):
+            self.line(text)
+
     @contextmanager
     def telling(self, path: Path) -> Iterator[None]:
         """Turn an OSError of the block into a line. `path`: the file that is written, which the run can do without."""

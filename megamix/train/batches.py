@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 import torch
 
 from megamix.comm.topology import Topology
-from megamix.config import Config
 from megamix.data.loader import BatchLoader
 from megamix.data.sampler import Samples, micro_batches
 from megamix.parallel.micro_batch_runner import MicroBatchRunner
@@ -36,13 +35,10 @@ class RankBatches:
 class Validation:
     """Computes the validation losses, over the same batches at every call. Every rank has such an object."""
 
-    def __init__(self, config: Config, runner: MicroBatchRunner, loaders: Mapping[str, BatchLoader]):
-        """Take the loaders of the sets by name; "" names a set alone."""
-        self._runner = runner
-        training, topology = config.training, runner.engine.topology
-        self._sets = {name: RankBatches(it, topology, training.micro_batch_size) for name, it in loaders.items()}
-        size = training.global_batch_size
-        self._batches = [(range(first, first + size),) for first in range(0, training.eval_batches * size, size)]
+    def __init__(self, runner: MicroBatchRunner, sets: Mapping[str, RankBatches], global_batch_size: int, count: int):
+        """Take the batches of the sets by name; "" names a set alone. `count`: global batches of one validation."""
+        self._runner, self._sets, size = runner, sets, global_batch_size
+        self._batches = [(range(first, first + size),) for first in range(0, count * size, size)]
 
     def losses(self, before_each: Callable[[], None]) -> dict[str, float]:
         """Return each set's mean loss over its batches and all ranks (nats per token), computed in the dtype of

@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megamix.arguments import Parser, add_config, check_plugins
 from megamix.config import Config, ConfigError, data_parallel_size, load_config
 from megamix.machine import has_gpu, keep_freed_memory, many_imports, set_torch_environment
-from megamix.run.least_memory import memory_problem
 from megamix.starter import take_place
 from megamix.supervise.console import say_on_first_rank, say_phase
 from megamix.tools.plan.limits import bytes_of
@@ -34,26 +34,28 @@ def run_train(arguments: argparse.Namespace) -> None:
     if arguments.check:
         say_on_first_rank(outlook_of(arguments, config, say_on_first_rank))
         return
-    from megamix.run.job_size import disk_problem
-    from megamix.run.run_folder import check
+    from megamix.train.check import check
+    from megamix.train.job_size import JobSize
 
     check(config, say_on_first_rank, starts=True)
-    _set_torch_environment(config)
-    if too_much := memory_problem(config):
+    _set_torch_environment(config.training.deterministic)
+    size = JobSize(config)
+    if too_much := size.memory_problem():
         raise ConfigError([too_much], "job")
-    if (no_compiler := compiler_problem(config)) and not has_gpu():
+    if (no_compiler := compiler_problem(config.model)) and not has_gpu():
         raise ConfigError([no_compiler], "job")
-    if too_little := disk_problem(config):
+    if too_little := size.disk_problem():
         say_on_first_rank(f"note: {too_little}")
     with many_imports():
         say_phase("loading torch")
-        from megamix.train.job import run_job
+        from megamix.train.job import Lines
+        from megamix.train.main import run_job
 
         if config.optimizer.compile:
-            load_compiler(config)
+            load_compiler(config.model)
     if not has_gpu():
         keep_freed_memory()
-    run_job(config, _memory_line, time_line=_time_line)
+    run_job(config, Lines(partial(_memory_line, config), partial(_time_line, config)))
 
 
 def job_of(arguments: argparse.Namespace, tell: Callable[[str], None]) -> Config:
@@ -71,9 +73,10 @@ def job_of(arguments: argparse.Namespace, tell: Callable[[str], None]) -> Config
     except ConfigError as error:
         if error.sound is None:
             raise
-        from megamix.run.run_folder import file_problems
+        from megamix.builders.data import JobCorpus
 
-        raise ConfigError([*error.problems, *file_problems(error.sound)], error.source) from None
+        problems = JobCorpus(error.sound.data, error.sound.model).problems()
+        raise ConfigError([*error.problems, *problems], error.source) from None
     check_plugins(arguments, config)
     return config
 
@@ -83,38 +86,38 @@ def outlook_of(arguments: argparse.Namespace, config: Config, tell: Callable[[st
 
     `tell` gets a line for each setting that is allowed but probably a mistake. Raises: ConfigError.
     """
-    from megamix.run.job_size import disk_problem, size_lines
-    from megamix.run.resume_rules import outlook
-    from megamix.run.run_folder import check
+    from megamix.train.check import check
+    from megamix.train.job_size import JobSize
+    from megamix.train.judge import outlook
 
     told = check(config, tell)
     if arguments.check:
-        _set_torch_environment(config)
-        for problem in filter(None, (memory_problem(config), disk_problem(config), compiler_problem(config))):
+        _set_torch_environment(config.training.deterministic)
+        size = JobSize(config)
+        for problem in filter(None, (size.memory_problem(), size.disk_problem(), compiler_problem(config.model))):
             tell(f"note: {problem}")  # the job may run on another machine than the check
     told = f"{told}; {outlook(config)}"
     if arguments.check:
-        more = [_of_transformers(config)] if config.model.family == "transformers" else []
-        told = "\n  ".join([told, *size_lines(config), *more])
+        more = [_of_transformers(config.model)] if config.model.family == "transformers" else []
+        told = "\n  ".join([told, *size.lines(), *more])
     if arguments.memory is not None:
         from megamix.tools.plan.report import require_fit  # imports torch
 
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
-        told = f"{told}\n  {require_fit(config, data_parallel_size(config, world_size), arguments.memory)}"
+        told = f"{told}\n  {require_fit(config, data_parallel_size(config.parallelism, world_size), arguments.memory)}"
     return told
 
 
-def _of_transformers(config: Config) -> str:
+def _of_transformers(model: Any) -> str:
     """Return what `--check` says of a model of transformers, which it has built without values."""
-    model: Any = config.model  # typed as that of the built-in family
     return (
         f"{model.theirs.model_type} of transformers. Only a start tests values: that weights load, and that the model "
         "sees no later tokens, draws no noise and keeps packed documents apart"
     )
 
 
-def _set_torch_environment(config: Config) -> None:
-    set_torch_environment(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), deterministic=config.training.deterministic)
+def _set_torch_environment(deterministic: bool) -> None:
+    set_torch_environment(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), deterministic=deterministic)
 
 
 def _memory_line(config: Config, engine: ShardedEngine) -> str:

@@ -6,23 +6,23 @@ import os
 import shutil
 import sys
 
-from megamix.config import Config
+from megamix.config import DecoderConfig
 from megamix.supervise.console import say_phase
 
 
-def compiler_problem(config: Config) -> str:
+def compiler_problem(model: DecoderConfig) -> str:
     """Return a line if the model is to be compiled and there is no compiler, as a CPU needs it; an empty text if not.
 
     Without one, the update falls back to torch's own kernels.
     """
     name = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")  # the one that torch starts
-    if not config.model.compile or shutil.which(name):
+    if not model.compile or shutil.which(name):
         return ""
     fix = "install it, name another one by CXX, or write compile = false"
     return f"model.compile: is true, but there is no C++ compiler {name}; {fix}"
 
 
-def load_compiler(config: Config) -> None:
+def load_compiler(model: DecoderConfig) -> None:
     """Import the compiler, and skip its trials of vector sets that no update uses. Say when each part begins."""
     say_phase("loading torch's compiler, 1 of 2")
     import torch._dynamo
@@ -32,7 +32,7 @@ def load_compiler(config: Config) -> None:
 
     vectors = torch._inductor.config.cpp
     on_x86 = torch.backends.cpu.get_cpu_capability().startswith("AVX")
-    if on_x86 and vectors.vec_isa_ok is None and not config.model.compile:
+    if on_x86 and vectors.vec_isa_ok is None and not model.compile:
         # The update uses 256-bit vectors, which any g++ that compiles torch's headers knows. A trial of each vector set
         # of the CPU would start a new interpreter at each start of each rank, and compile unless a result is cached.
         vectors.vec_isa_ok = True

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
@@ -10,34 +10,27 @@ from functools import partial
 import numpy as np
 import torch
 
-from megamix.builders.objects import build_loss_scale
-from megamix.config import Config, batch_size
-from megamix.data.loader import BatchLoader
 from megamix.data.sampler import Samples, mix64, num_samples
-from megamix.inspect.overflows import GaveUpError, OverflowHistory
+from megamix.inspect.overflows import GaveUpError
 from megamix.inspect.replicas import check_replicas
 from megamix.inspect.scale_search import ScaleSearch
-from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.step import Examination, StepResult
-from megamix.parallel.micro_batch_runner import MicroBatch, MicroBatchRunner
-from megamix.report.interval_report import IntervalReport, Outcome, Readout, RecordedRows, gather_precision
-from megamix.report.journal import Journal
+from megamix.parallel.micro_batch_runner import MicroBatch
+from megamix.report.interval_report import Outcome, Readout, RecordedRows, gather_precision
+from megamix.report.journal import Reached
 from megamix.report.ledger import COMPILE, SAVING, TRAINED, VALIDATION
-from megamix.report.metrics import DETAILED_EVERY, MetricsWriter, format_lines, load_tags, set_tag
-from megamix.report.profiling import Profiling
+from megamix.report.metrics import DETAILED_EVERY, format_lines, load_tags, set_tag
 from megamix.report.rank_times import RankTimes
 from megamix.run.batch_plan import Attempt, BatchPlan, Fate, GlobalBatch
-from megamix.run.checkpointing import RunCheckpoints
+from megamix.run.results import write_results
 from megamix.run.run_record import Progress
-from megamix.supervise.console import Console, folded, format_scale
+from megamix.supervise.console import folded, format_scale
+from megamix.supervise.liveness import Position
 from megamix.supervise.status import EndedEarlyError, LeaveRequest, PreemptedError, SaveFailedError, leaves
-from megamix.train.batches import RankBatches, Validation
+from megamix.train.batches import Validation
+from megamix.train.job import Job
 
 MEMORY_AT_UPDATE = 2  # by then all memory that lives from step to step is allocated
-
-MemoryLine = Callable[[Config, ShardedEngine], str]
-TimeLine = Callable[[Config, ShardedEngine, float], str]
-MakeTrainer = Callable[..., "Trainer"]  # takes the arguments of Trainer's constructor
 
 
 class Trainer:
@@ -45,49 +38,58 @@ class Trainer:
     writes.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        runner: MicroBatchRunner,
-        loader: BatchLoader,
-        validation: Mapping[str, BatchLoader],  # by validation set
-        report: IntervalReport,
-        console: Console,
-        writer: MetricsWriter | None,  # None on all but the first rank
-        checkpoints: RunCheckpoints,
-        start: Progress,  # progress from which the run goes on
-        memory_line: MemoryLine | None,  # returns the log's line on memory
-        journal: Journal,
-        time_line: TimeLine | None = None,  # returns the log's line on time, from tokens/s; empty: nothing is known
-    ):
-        self.config, self.runner = config, runner
-        engine = self.engine = runner.engine
-        self.batches = RankBatches(loader, engine.topology, config.training.micro_batch_size)
-        self.validation = Validation(config, runner, validation) if validation else None
-        self.report, self.console, self.writer, self.checkpoints = report, console, writer, checkpoints
-        self.memory_line = memory_line if writer is not None else None
-        self.time_line = time_line if writer is not None else None
-        self.journal, self.ledger = journal, journal.ledger
-        self.device = engine.device
-        training, precision = config.training, config.precision
-        size = batch_size(training, start.applied)
-        self.batch_plan = BatchPlan(training.steps, size, precision.on_overflow, precision.max_retries, start)
-        engine.set_grad_accum_steps(self.batches.count(size))
+    def __init__(self, job: Job):
+        self.job, self.pace, self.start = job, job.pace, job.start
+        self.runner, self.engine, self.device = job.runner, job.runner.engine, job.runner.engine.device
+        self.batches, self.batch_plan, self.checkpoints = job.batches, job.plan, job.checkpoints
+        self.report, self.writer, self.overflows = job.report, job.writer, job.overflows
+        self.console, self.journal, self.ledger = job.run.console, job.run.journal, job.run.journal.ledger
+        self.time_line = job.lines.time
+        topology = self.engine.topology
         self.readout = Readout(self.device, self.batch_plan.lag)
-        self.recorded = RecordedRows(engine.topology, config.parallelism.timeout_s)
-        self.rank_times = RankTimes(engine.topology, self.recorded, self.device, console, writer)
-        self.overflows = OverflowHistory(config.precision, engine, start.skipped)
-        self.scale_search = ScaleSearch(engine.loss_scale.min_scale)
+        self.recorded = RecordedRows(topology, job.run.ranks.timeout_s)
+        self.rank_times = RankTimes(topology, self.recorded, self.device, self.console, self.writer)
+        self.scale_search = ScaleSearch(self.engine.loss_scale.min_scale)
         self._examinations: dict[int, Examination] = {}  # by the numbers of attempts in flight
+        self._scaled = self.engine.plan.precision.loss_scale is not None
         self._last_overflowed = False  # whether the last outcome was an overflow
-        self._first = start.applied + 1  # the first update of this start
-        self._validated = start.validated  # the update after which the last validation was
+        self._first = self.start.applied + 1  # the first update of this start
+        self._validated = self.start.validated  # the update after which the last validation was
         self._stop_reason = 0  # the reason to leave on which the ranks have agreed; 0: none
-        self._scaled = build_loss_scale(config.precision) is not None
-        self._save_intervals = (config.checkpoint.save_interval, config.checkpoint.keep_every)
-        self.profiling = Profiling(config, engine, console, writer)
-        report.losses, report.tokens = start.losses(), start.tokens
-        console.begin(start.applied)
+        self._save_intervals = (job.saves.save_interval, job.saves.keep_every)
+        job.run.follow(self.position, lambda: Reached(self.batch_plan.applied, self.report.tokens))
+        self.console.begin(self.start.applied)
+
+    def run(self) -> float | None:
+        """Train, save the last checkpoint, and write the results. Return the last validation loss, or None.
+
+        Raises: EndedEarlyError, as `train`, once the weights are saved.
+        """
+        valid_loss, early = None, None
+        try:
+            valid_loss = self.train(self.job.run.ranks.leave)
+        except EndedEarlyError as error:
+            early = error
+            self.journal.tell("leave", reason=str(error))
+        self.ledger.enter(SAVING)
+        early = self.save_last(early)
+        self.console.close()
+        # A run that was asked to leave skips the results: it has no time, and will be started again.
+        if early is None or isinstance(early, GaveUpError):
+            tell_text = None if self.writer is None else self.writer.text
+            write_results(self.job.run.folder, self.engine, self.console, early, self.job.sample, tell_text)
+            with self.engine.clock.span("save"):
+                self.checkpoints.finish_copies()
+        if early is not None:
+            raise early
+        return valid_loss
+
+    def position(self) -> Position:
+        """Return the main thread's position, for any thread. A save beside training is not counted as its progress."""
+        clock = self.engine.clock
+        doing = clock.doing()
+        written = self.checkpoints.written if doing == "save" else 0
+        return Position(clock.entered, doing, max(self.batch_plan.launched - 1, 0), written)
 
     def progress(self) -> Progress:
         """Return the progress that a checkpoint keeps beside the engine's state.
@@ -127,7 +129,7 @@ class Trainer:
                 # No attempt may pass a stop: a validation or save needs all outcomes, and the weights of update `stop`.
                 while plan.must_settle(until=0 if self._stop_reason else stop):
                     self._settle()
-                if self._stop_reason and plan.applied < self.config.training.steps:
+                if self._stop_reason and plan.applied < self.pace.steps:
                     raise self._leaves()  # even at a stop; `save_last` decides whether there is time for a save
                 if plan.applied == stop:
                     break
@@ -137,15 +139,15 @@ class Trainer:
                 if self._last_overflowed or self._is_examined(attempt.number):
                     self.engine.examine_next_step()
                 start_s = time.perf_counter()
-                with self.profiling.attempt(attempt.number, plan.applied):
+                with self.job.profiling.attempt(attempt.number, plan.applied):
                     self.runner.forward_backward(self._load(attempt.batch))
                     result = self.engine.step()
                 self._note(attempt, result)
                 self.ledger.launched(time.perf_counter() - start_s)
             is_new = self._validated < stop  # False: this update was validated before the run was interrupted
-            if is_new and self.validation is not None and self._stops_for(stop, self.config.training.eval_interval):
-                valid_loss = self._validate(self.validation, stop, leave)
-            if stop < self.config.training.steps and any(self._stops_for(stop, each) for each in self._save_intervals):
+            if is_new and self.job.validation is not None and self._stops_for(stop, self.job.eval_interval):
+                valid_loss = self._validate(self.job.validation, stop, leave)
+            if stop < self.pace.steps and any(self._stops_for(stop, each) for each in self._save_intervals):
                 with self.engine.clock.span("save"):
                     self.ledger.enter(SAVING)
                     self.checkpoints.save(self.progress())
@@ -171,7 +173,7 @@ class Trainer:
         """Return the plan with batches of the size that the next update has. At a border of the ramp it is another one,
         as after a restart with another `global_batch_size`.
         """
-        size = batch_size(self.config.training, self.batch_plan.applied)
+        size = self.pace.batch_size(self.batch_plan.applied)
         if size != self.batch_plan.global_batch_size:
             self.batch_plan = self.batch_plan.with_batches_of(size)
             self.engine.set_grad_accum_steps(self.batches.count(size))
@@ -183,14 +185,14 @@ class Trainer:
         """Return the coming updates that are followed by a validation, a save or batches of another size. The last one
         ends the run.
         """
-        steps = self.config.training.steps
-        intervals = (self.config.training.eval_interval, *self._save_intervals)
+        steps = self.pace.steps
+        intervals = (self.job.eval_interval, *self._save_intervals)
         stops = {stop for interval in intervals if interval for stop in range(interval, steps, interval)}
-        stops |= {first for first, _ in self.config.training.batch_ramp if 0 < first < steps}
+        stops |= {first for first, _ in self.pace.sizes if 0 < first < steps}
         return sorted(stop for stop in {*stops, steps} if stop >= self.batch_plan.applied)
 
     def _stops_for(self, update: int, interval: int) -> bool:
-        return update == self.config.training.steps or (interval > 0 and update % interval == 0)
+        return update == self.pace.steps or (interval > 0 and update % interval == 0)
 
     def _note(self, attempt: Attempt, result: StepResult) -> None:
         """Keep a step's result unread until the attempt is settled. Compare the ranks' copies if that is due."""
@@ -198,7 +200,7 @@ class Trainer:
         self.readout.write(attempt.number, result)
         if result.examination is not None:
             self._examinations[attempt.number] = result.examination
-        if _is_due(attempt.number, self.config.checkpoint.replica_check_interval):
+        if _is_due(attempt.number, self.job.saves.replica_check_interval):
             with self.engine.clock.span("replica_check"):
                 check_replicas(self.engine, self.batch_plan.so_far().counters())
 
@@ -239,10 +241,10 @@ class Trainer:
             self.console.line(searched)
         # Lines are logged for the first update, so that a newcomer sees a loss soon, for every log_interval-th update,
         # and for the last one.
-        if update in (1, self.config.training.steps) or update % self.config.metrics.log_interval == 0:
+        if update in (1, self.pace.steps) or update % self.job.metrics.log_interval == 0:
             self._log(update, outcome)
-        if update == MEMORY_AT_UPDATE and self.memory_line is not None:
-            self.console.line(self.memory_line(self.config, self.engine))
+        if update == MEMORY_AT_UPDATE and self.job.lines.memory is not None:
+            self.console.line(self.job.lines.memory(self.engine))
         if examination is not None and self._is_examined(attempt.number):
             layers = gather_precision(self.engine, examination, outcome.by_piece, outcome.loss_scale)
             if self.writer is not None:
@@ -260,7 +262,7 @@ class Trainer:
             self.console.show(f"overflow at scale {format_scale(loss_scale)}")
             return
         self.console.line(
-            f"step {step}/{self.config.training.steps} | overflow at scale {format_scale(loss_scale)}, nothing changed "
+            f"step {step}/{self.pace.steps} | overflow at scale {format_scale(loss_scale)}, nothing changed "
             f"| samples {attempt.batch} {fate.value} | overflows {skipped}\n{folded(words)}"
         )
         if fate is Fate.SET_ASIDE:
@@ -278,16 +280,22 @@ class Trainer:
                 self.writer.write_set_aside(row)
 
     def _leaves(self) -> EndedEarlyError:
-        return leaves(self._stop_reason, self.batch_plan.applied, self.config.training.steps)
+        return leaves(self._stop_reason, self.batch_plan.applied, self.pace.steps)
 
     def _log(self, update: int, outcome: Outcome) -> None:
         recorded, counts = self.recorded.row(outcome), self.recorded.counts(outcome)
-        metrics = self.report.metrics(update, outcome, self.overflows.count, scaled=self._scaled, device=self.device)
-        steps, interval = self.config.training.steps, self.config.metrics.log_interval
+        metrics = self.report.metrics(
+            update,
+            outcome,
+            self.overflows.count,
+            scaled=self._scaled,
+            device=self.device,
+        )
+        steps, interval = self.pace.steps, self.job.metrics.log_interval
         detailed = update in (1, steps) or update % (DETAILED_EVERY * interval) == 0
         self.console.line(format_lines(update, steps, metrics, detailed=detailed, counts=counts))
         if detailed and update > self._first and self.time_line is not None:  # the first interval compiles
-            if told := self.time_line(self.config, self.engine, metrics.tokens_per_s):
+            if told := self.time_line(self.engine, metrics.tokens_per_s):
                 self.console.line(told)
                 self.journal.tell("compared", words=told)
             self.time_line = None
@@ -312,8 +320,8 @@ class Trainer:
                 by_weights["average_loss"] = measure()
         self._validated = done
         loss = losses[""]
-        below = math.log(self.config.model.vocab_size) - loss
-        told = f"step {done}/{self.config.training.steps} | valid loss {loss:.4f}, {below:.2f} below ln(vocab_size)"
+        below = math.log(self.job.vocab_size) - loss
+        told = f"step {done}/{self.pace.steps} | valid loss {loss:.4f}, {below:.2f} below ln(vocab_size)"
         if averages := by_weights.get("average_loss"):
             told += f" | averaged weights {averages['']:.4f}"
         each = ", ".join(f"{name} {loss:.4f}" for name, loss in losses.items() if name)
@@ -342,16 +350,16 @@ class Trainer:
         With this seed the same units drop out on any number of data-parallel ranks and after any restart. In another
         try of the same batch, other units drop out.
         """
-        if not self.config.model.dropout:
+        if (seed := self.job.dropout_seed) is None:
             return None
-        key = mix64(np.uint64(self.config.training.seed), np.array([samples[0].start], dtype=np.uint64))
+        key = mix64(np.uint64(seed), np.array([samples[0].start], dtype=np.uint64))
         return int(mix64(key[0], np.array([tries], dtype=np.uint64))[0])
 
     def _tokens(self, attempt: Attempt) -> int:
-        return num_samples(attempt.batch.samples) * self.config.model.seq_len
+        return num_samples(attempt.batch.samples) * self.pace.seq_len
 
     def _is_examined(self, attempt: int) -> bool:
-        return _is_due(attempt, self.config.metrics.precision_interval)
+        return _is_due(attempt, self.job.metrics.precision_interval)
 
 
 def _is_due(attempt: int, interval: int) -> bool:

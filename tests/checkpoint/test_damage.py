@@ -21,7 +21,7 @@ from megamix.checkpoint.save import remove_old
 from megamix.checkpoint.snapshot import owned_parts
 from megamix.checkpoint.verify import verify_checkpoint
 from megamix.cli import main
-from megamix.run.run_folder import folder_problems
+from megamix.train.check import folder_problems
 from tests.builders import tiny_job
 from tests.checkpoint.faults import listing
 from tests.checkpoint.seal import edit

@@ -8,7 +8,7 @@ import torch
 from megamix.comm.topology import Topology
 from megamix.config import ConfigError, ParallelismConfig, config_from_dict
 from megamix.parallel.build import build_model
-from megamix.run.run_folder import job_problems
+from megamix.train.check import job_problems
 
 GOOD = {
     "model": {

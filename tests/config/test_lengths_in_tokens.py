@@ -4,9 +4,9 @@ learning rate follows tokens. The file that the run keeps says the same.
 
 import pytest
 
-from megamix.builders.objects import lr_table
-from megamix.config import ConfigError, config_from_dict, load_config, tokens_of
+from megamix.config import ConfigError, config_from_dict, load_config
 from megamix.config.unread import without
+from tests.builders import lrs_of
 from tests.config.test_errors import GOOD
 
 RAMP = {"batch_ramp": [[0, 4], [3, 8], [5, 16]]}  # of 8 tokens a sequence: 32, 64 and 128 an update
@@ -24,7 +24,7 @@ def _config(training, **schedule):
 def test_a_run_takes_as_many_updates_as_reach_its_tokens(tokens, steps):
     config = _config({"tokens": tokens, **RAMP})
     assert config.training.steps == steps
-    assert tokens_of(config, steps - 1) < tokens <= tokens_of(config, steps)
+    assert config.pace.tokens(steps - 1) < tokens <= config.pace.tokens(steps)
 
 
 @pytest.mark.parametrize("style", ["cosine", "linear", "wsd", "inverse_sqrt", "constant"])
@@ -35,14 +35,14 @@ def test_without_a_ramp_the_rates_are_those_by_updates(style):
         {"tokens": 128 * 50}, decay_style=style, **{f"{key}_tokens": 128 * it for key, it in lengths.items()}
     )
     by_updates = _config({"steps": 50}, decay_style=style, **{f"{key}_steps": it for key, it in lengths.items()})
-    assert lr_table(by_tokens) == pytest.approx(lr_table(by_updates), rel=1e-12)
+    assert lrs_of(by_tokens) == pytest.approx(lrs_of(by_updates), rel=1e-12)
 
 
 def test_with_a_ramp_the_rates_follow_tokens():
     config = _config({"tokens": 480, **RAMP}, decay_style="linear", warmup_tokens=96)
     # Tokens in front of each update: 0, 32, 64, 96, 160, 224, 352 of 480.
     factors = [1 / 3, 2 / 3, 1, 1, 1 - 64 / 384, 1 - 128 / 384, 1 - 256 / 384]
-    assert lr_table(config) == pytest.approx(
+    assert lrs_of(config) == pytest.approx(
         [1e-3 * factor if n < 3 else 1e-4 + 9e-4 * factor for n, factor in enumerate(factors)]
     )
 

@@ -4,15 +4,15 @@ import inspect
 
 import pytest
 import torch
-from torch import nn
 
 from megamix import NAG, AdamW, Muon, ParamGroup, schedules
-from megamix.builders.objects import build_engine, build_loss_scale, build_optimizer, lr_table
+from megamix.builders.objects import build_loss_scale, build_precision
 from megamix.config import PrecisionConfig
 from megamix.model.layers import Embedding
 from megamix.model.transformer import Transformer
 from megamix.plugins import LOSS_SCALES
-from tests.builders import tiny_job
+from megamix.tools.verify.core.training import build_training
+from tests.builders import lrs_of, optimizer_of, tiny_job
 
 
 @pytest.mark.parametrize(
@@ -61,10 +61,10 @@ def test_every_setting_of_the_optimizers_arrives(tmp_path):
     own = {"pattern": "*.bias", "momentum": 0.5}
 
     def built(group, **table):
-        return build_optimizer(tiny_job(tmp_path, optimizer={"weight_decay": 0.2, "groups": [group]} | table))
+        return optimizer_of(tiny_job(tmp_path, optimizer={"weight_decay": 0.2, "groups": [group]} | table))
 
     def wanted(kind, group, **settings):
-        lr = lr_table(tiny_job(tmp_path))
+        lr = lrs_of(tiny_job(tmp_path))
         return kind(lr=lr, weight_decay=0.2, groups=(ParamGroup(**group),), **settings)
 
     adamw = {"betas": (0.8, 0.9), "eps": 1e-6}
@@ -86,7 +86,7 @@ def test_schedules_of_a_job_are_a_programs(tmp_path):
     by_name = {"weight_decay": {"end": 0.0}, "momentum": {"start": 0.85, "warmup_steps": 2}, "beta2": {"end": 0.9}}
     groups = [{"pattern": "*.up.*", "weight_decay": 0.4}, {"pattern": "head.*", "weight_decay": 0.0}, {"pattern": "*"}]
     keys = {"name": "muon", "weight_decay": 0.2, "schedules": by_name, "groups": groups}
-    optimizer = build_optimizer(tiny_job(tmp_path, optimizer=keys, steps=4))
+    optimizer = optimizer_of(tiny_job(tmp_path, optimizer=keys, steps=4))
     assert isinstance(optimizer, Muon)
     assert optimizer.weight_decay == pytest.approx((0.2, 0.15, 0.1, 0.05))
     tall, head, others = (group.weight_decay for group in optimizer.groups)
@@ -110,20 +110,15 @@ def test_a_family_s_tables_are_known_by_their_type(tmp_path, monkeypatch):
     """The optimizer itself knows them, without an engine: `plan`, `verify` and the check of a checkpoint ask it."""
     monkeypatch.setattr("megamix.builders.objects.family_of", lambda model: _Salted)
     config = tiny_job(tmp_path, optimizer={"name": "muon"})
-    optimizer = build_optimizer(config)
+    optimizer = optimizer_of(config)
     names = [name for name, shape in _Salted.shapes(config.model).items() if optimizer.matrices(name, shape)]
     assert "blocks.1.attention.query.weight" in names
     assert not any("salt" in name for name in names)
 
 
-def test_every_setting_of_the_precision_arrives(tmp_path, monkeypatch):
-    given = []
-    monkeypatch.setattr(
-        "megamix.builders.objects.ShardedEngine", lambda model, optimizer, precision, *_, **__: given.append(precision)
-    )
-    for keys in ({"reduce_dtype": "half_fp32_sum"}, {"grad_dtype": "fp32"}):
-        build_engine(tiny_job(tmp_path, precision=keys), nn.Linear(4, 4), [], grad_accum_steps=1)
-    wide, fp32 = given
+def test_every_setting_of_the_precision_arrives(tmp_path):
+    keys = {"reduce_dtype": "half_fp32_sum"}, {"grad_dtype": "fp32"}
+    wide, fp32 = (build_precision(tiny_job(tmp_path, precision=one).precision) for one in keys)
     assert (wide.dtype, wide.grad_dtype, wide.reduce_dtype) == (torch.float16, torch.float16, "half_fp32_sum")
     assert (fp32.dtype, fp32.grad_dtype, fp32.reduce_dtype) == (torch.float16, torch.float32, None)
     assert [wide.sum_dtype(dp_size) for dp_size in (1, 2)] == [torch.float16, torch.float32]
@@ -131,11 +126,12 @@ def test_every_setting_of_the_precision_arrives(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("grad_dtype", "want"), [("half", torch.float16), ("fp32", torch.float32)])
 def test_the_engine_gets_its_sections(tmp_path, grad_dtype, want):
-    config = tiny_job(tmp_path, grad_dtype=grad_dtype, clip_grad=0.5, bucket_size=10, overlap=False)
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    engine = build_engine(config, model, [*model], grad_accum_steps=3)
+    config = tiny_job(
+        tmp_path, grad_dtype=grad_dtype, clip_grad=0.5, bucket_size=10_000, overlap=False, global_batch_size=24
+    )
+    engine = build_training(config, torch.device("cpu")).engine
     assert (engine.plan.precision.dtype, engine.buckets[0].grads.dtype) == (torch.float16, want)
-    assert (engine.clip_grad, engine.grad_accum_steps, engine.update_path) == (0.5, 3, "library")
+    assert (engine.clip_grad, engine.grad_accum_steps, engine.update_path) == (0.5, 12, "library")
     assert len(engine.plan.layout.buckets) == 2  # a bias of 4 and a weight of 16 close one bucket
     assert not engine.plan.sharding.overlap
     assert len(lrs := engine.optimizer.lr_table()) == config.training.steps

@@ -9,12 +9,11 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from megamix.builders.data import data_problems, training_source, validation_sources
 from megamix.config import ConfigError, config_from_dict
 from megamix.data.loader import BatchLoader
 from megamix.data.source import TokenFileSource
 from megamix.data.token_file import TokenFileWriter
-from tests.builders import VOCAB, run_on_ranks, tiny_job
+from tests.builders import VOCAB, corpus_of, run_on_ranks, tiny_job
 from tests.train.outcome import differences, end_of, metrics_of
 from tests.train.recorded import Crash, Record, attempts_recorded, crash_contained, overflows_injected
 
@@ -107,32 +106,36 @@ def test_what_was_read_may_not_change_and_what_was_not_may(tmp_path, files):
     assert metrics_of(tmp_path)[-1]["step"] == 8
 
 
+def _trains_on(config):
+    return corpus_of(config).training(config.training.seed)
+
+
 def test_every_key_reaches_the_source_it_is_for(tmp_path, files):
     config = job(tmp_path, files, {})
-    assert training_source(config).read(range(12)).positions is not None
-    assert validation_sources(config)[""].read(range(12)).positions is not None
+    assert _trains_on(config).read(range(12)).positions is not None
+    assert corpus_of(config).validation()[""].read(range(12)).positions is not None
 
     def plain(train):
         keys = {"train": train, "split": None, "packing": "none"}
         return job(tmp_path, files, keys, training={"eval_interval": 0})
 
-    assert training_source(plain(f"{files}/a")).read(range(3)).positions is None
-    assert validation_sources(plain(f"{files}/a")) == {}
+    assert _trains_on(plain(f"{files}/a")).read(range(3)).positions is None
+    assert corpus_of(plain(f"{files}/a")).validation() == {}
     three = listed(files, "abc")
-    parts = [training_source(plain([part])) for part in three]
-    assert training_source(plain(three)).num_windows == sum(part.num_windows for part in parts)
+    parts = [_trains_on(plain([part])) for part in three]
+    assert _trains_on(plain(three)).num_windows == sum(part.num_windows for part in parts)
 
 
 def test_all_that_is_wrong_with_the_files_of_a_mixture_is_told_at_once(tmp_path, files):
     train = [*listed(files, ("a", "nowhere", "b"), weight=1), {"markov": 65, "weight": 1}]
     stages = [{"from_sample": 9, "train": listed(files, ("gone", "a"))}]
-    problems = data_problems(job(tmp_path, files, {"train": train, "stages": stages}))
+    problems = corpus_of(job(tmp_path, files, {"train": train, "stages": stages})).problems()
     wrong = [
         *("data.train[1] =", "data.stages[0].train[0] ="),
         *("data.train[3]: got markov = 65,", "data.stages[0].train: "),
     ]
     assert all(problem.startswith(words) for problem, words in zip(problems, wrong, strict=True))
-    (problem,) = data_problems(job(tmp_path, files, {"train": f"{files}/a", "split": [1e6, 1]}))
+    (problem,) = corpus_of(job(tmp_path, files, {"train": f"{files}/a", "split": [1e6, 1]})).problems()
     assert problem.startswith("data.split: leaves 0 tokens of data.train")
 
 
@@ -142,15 +145,15 @@ def test_a_stage_of_files_that_were_read_as_another_corpus_is_refused(tmp_path, 
         return job(tmp_path, files, {"train": train, "stages": [{"from_sample": 9, "train": stage}]})
 
     for before, after in (("a", "ab"), ("ab", "b")):
-        (problem,) = data_problems(staged(listed(files, before), listed(files, after)))
+        (problem,) = corpus_of(staged(listed(files, before), listed(files, after))).problems()
         assert "as part of another corpus than data.train does" in problem
-    problem, *_ = data_problems(staged(listed(files, "ab"), listed(files, "ab", weight=1)))
+    problem, *_ = corpus_of(staged(listed(files, "ab"), listed(files, "ab", weight=1))).problems()
     assert problem.endswith("write the same list in both, or a weight for every file of both")
-    assert not data_problems(staged(listed(files, "ab"), listed(files, "c")))
-    assert not data_problems(staged(f"{files}/a", listed(files, "ab", weight=1)))
+    assert not corpus_of(staged(listed(files, "ab"), listed(files, "c"))).problems()
+    assert not corpus_of(staged(f"{files}/a", listed(files, "ab", weight=1))).problems()
     again = staged(f"{files}/a", f"{files}/./a")  # the same source, not a second one
-    assert not data_problems(again)
-    assert isinstance(training_source(again), TokenFileSource)
+    assert not corpus_of(again).problems()
+    assert isinstance(_trains_on(again), TokenFileSource)
 
 
 def test_two_files_of_one_length_are_read_in_orders_of_their_own_and_a_single_one_as_ever(tmp_path):
@@ -160,9 +163,7 @@ def test_two_files_of_one_length_are_read_in_orders_of_their_own_and_a_single_on
 
     def places(*names):
         keys = {"train": listed(tmp_path, names, weight=1), "packing": "none", "split": None}
-        source = training_source(
-            job(tmp_path, tmp_path, keys, model={"vocab_size": 6401}, training={"eval_interval": 0})
-        )
+        source = _trains_on(job(tmp_path, tmp_path, keys, model={"vocab_size": 6401}, training={"eval_interval": 0}))
         return source.read(range(200 * len(names))).tokens[:, 0].tolist()
 
     both = places("a", "b")
@@ -175,8 +176,8 @@ def test_two_files_of_one_length_are_read_in_orders_of_their_own_and_a_single_on
 def test_a_made_up_chain_validates_on_other_samples_than_it_trains_on_whatever_the_seed(tmp_path):
     for seed in (0, 1234):
         config = job(tmp_path, tmp_path, {"train": [{"markov": 4}], "packing": "none"}, training={"seed": seed})
-        held_out = validation_sources(config)[""]
-        seen = {tuple(row) for row in training_source(config).read(range(500)).tokens.tolist()}
+        held_out = corpus_of(config).validation()[""]
+        seen = {tuple(row) for row in _trains_on(config).read(range(500)).tokens.tolist()}
         assert not seen & {tuple(row) for row in held_out.read(range(500)).tokens.tolist()}
 
 

@@ -21,11 +21,11 @@ from megamix.comm.collectives import GlooCollectives, Pending
 from megamix.comm.topology import Topology
 from megamix.config import ConfigError, check_world_size
 from megamix.plugins import MORE_AXES, Section, register_axis
-from megamix.run.run_folder import job_problems
 from megamix.tools.plan.memory_plan import plan_memory
 from megamix.tools.verify.core.layout import parse_layout
 from megamix.tools.verify.layouts.judge_steps import judge
 from megamix.tools.verify.layouts.observe import observe
+from megamix.train.check import job_problems
 from tests.builders import make_engine, tiny_job
 from tests.checkpoint.state import all_or_none_of
 from tests.tools.verify.jobs import make_config

@@ -19,8 +19,8 @@ from megamix.model.layers import Linear, ParamRule
 from megamix.parallel.build import build_model
 from megamix.parallel.stages import plan_stages
 from megamix.plugins import FAMILIES
-from megamix.run.run_folder import job_problems
 from megamix.tools.plan.activations import TracedWork, trace_stage
+from megamix.train.check import job_problems
 from tests.builders import EXPERTS, SEQ_LEN, run_on_ranks, tiny_job, write_data
 from tests.tools.plan.test_activations import BATCH, _counted
 

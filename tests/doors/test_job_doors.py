@@ -9,13 +9,12 @@ import sys
 
 import pytest
 
-from megamix.builders.data import data_fingerprints, data_problems, training_source, validation_sources
 from megamix.data.prepare.corpus import input_corpus
 from megamix.data.prepare.plan import make_plan, read_piece
 from megamix.data.token_file import TokenFile
 from megamix.progress import ProgressLine
 from megamix.tools.verify.layouts.observe import batches
-from tests.builders import run_on_ranks, tiny_job
+from tests.builders import corpus_of, run_on_ranks, tiny_job
 from tests.data.prepare_job import prepare
 from tests.train.outcome import TIMELESS, end_of
 
@@ -133,7 +132,7 @@ def test_a_tracker_that_fails_ends_no_run(data, tmp_path, caplog):
     ],
 )
 def test_what_a_source_cannot_is_refused_before_a_job_starts(tmp_path, data, problem):
-    assert data_problems(tiny_job(tmp_path, plugins=PLUGINS, data=data)) == [problem]
+    assert corpus_of(tiny_job(tmp_path, plugins=PLUGINS, data=data)).problems() == [problem]
 
 
 @pytest.fixture
@@ -146,10 +145,10 @@ def counting(monkeypatch):
 
 def test_a_source_validates_on_other_samples_than_it_trains_on_and_may_have_a_length(tmp_path, counting):
     config = tiny_job(tmp_path, plugins=PLUGINS, train=[{"counting": {}}], valid=[{"counting": {}}], seed=0)
-    source, held_out = training_source(config), validation_sources(config)[""]
+    source, held_out = corpus_of(config).training(0), corpus_of(config).validation()[""]
     assert isinstance(source, counting)
     assert (source.read(range(9)).tokens != held_out.read(range(9)).tokens).any()
-    assert [*data_fingerprints(config)] == ["data.train", "data.valid"]
+    assert [*corpus_of(config).fingerprints()] == ["data.train", "data.valid"]
 
 
 def test_verify_and_audit_read_a_source_of_its_own_and_no_file(tmp_path, counting):

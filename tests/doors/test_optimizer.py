@@ -16,7 +16,6 @@ from safetensors.torch import load_file
 from torch._dynamo.utils import counters
 
 from megamix import AdamW, ShardedEngine, Sharding, tuned
-from megamix.builders import objects
 from megamix.checkpoint.actions import verify
 from megamix.checkpoint.load import load, newest_checkpoint
 from megamix.checkpoint.manifest import RunRecord, read_manifest
@@ -31,9 +30,10 @@ from megamix.mixed_precision.update_slice import UpdateScalars
 from megamix.parallel.build import build_model, drawn
 from megamix.plugins import OPTIMIZERS
 from megamix.tools.plan import memory_plan
+from megamix.tools.verify.core import training
 from megamix.tools.verify.layouts import judge_steps
 from megamix.tools.verify.layouts.observe import observe
-from tests.builders import make_engine, run_on_ranks, tiny_job
+from tests.builders import lrs_of, make_engine, run_on_ranks, tiny_job
 from tests.checkpoint.state import all_or_none_of
 from tests.parallel.layouts import Case, assemble, states
 from tests.tools.verify.jobs import make_config
@@ -156,15 +156,15 @@ def _observed(config):
     """What `verify` sees of a rank; bytes of states that the rank holds, and those that are planned for it."""
     held, owned_ranges = [], ShardedEngine.owned_ranges
 
-    def built(config):
-        return replace(OPTIMIZER, lr=objects.lr_table(config))
+    def built(*sections):
+        return replace(OPTIMIZER, lr=lrs_of(config))
 
     def note(engine):
         held.append(_held_bytes(engine))
         return owned_ranges(engine)
 
     with (
-        mock.patch.object(objects, "build_optimizer", built),
+        mock.patch.object(training, "build_optimizer", built),
         mock.patch.object(memory_plan, "build_optimizer", built),
         mock.patch.object(ShardedEngine, "owned_ranges", note),
     ):
@@ -179,7 +179,7 @@ def _observed(config):
 def test_verify_passes_and_plan_counts_its_bytes(run_ranks, monkeypatch, layout):
     config = make_config(layout, dtype="bf16")
     ranks, held, most = zip(*run_ranks(_observed, 2, config), strict=True)
-    monkeypatch.setattr(judge_steps, "build_optimizer", lambda config: OPTIMIZER)
+    monkeypatch.setattr(judge_steps, "build_optimizer", lambda *sections: OPTIMIZER)
     verdict = judge_steps.judge(config, ranks, torch.device("cpu"), 2, 1)
     assert verdict.differences == []
     assert (verdict.attempts, verdict.skipped) == (3, 1)

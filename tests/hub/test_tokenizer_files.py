@@ -9,7 +9,6 @@ import pytest
 import tokenizers
 from tokenizers.processors import TemplateProcessing
 
-from megamix.builders.data import data_warnings
 from megamix.cli import main
 from megamix.data.tokenizer import Tokenizer, open_tokenizer
 from megamix.data.tokenizer_kinds import ByteTokenizer
@@ -17,7 +16,7 @@ from megamix.hub.convert import export_model, import_model
 from megamix.hub.source import open_source
 from megamix.hub.tokenizer_files import copy_tokenizer
 from megamix.run import results
-from tests.builders import run_on_ranks, tiny_job
+from tests.builders import corpus_of, run_on_ranks, tiny_job
 
 SETTINGS = {
     "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>",
@@ -92,7 +91,7 @@ def test_settings_and_beginning_go_from_prepare_to_import(tmp_path, theirs, monk
     assert not capsys.readouterr().out.startswith(own.id_to_token(prompts[-1].flatten()[0].item()))
 
     other = tiny_job(tmp_path, tokenizer=str(theirs / "tokenizer.json"), **settings)  # puts <s> before a text
-    told = [["prepare again with --begin-token" in line for line in data_warnings(it, 1)] for it in (config, other)]
+    told = [["prepare again with --begin-token" in line for line in corpus_of(it).doubts()] for it in (config, other)]
     assert told == [[], [] if begin == ["--begin-token"] else [True]]
 
     settings = {key: value for key, value in SETTINGS.items() if key != "auto_map"}  # transformers would ask for code

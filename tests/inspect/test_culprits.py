@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 from megamix import Precision, StaticLossScale
-from megamix.builders.objects import build_training
 from megamix.inspect.culprits import (
     Origin,
     Origins,
@@ -25,6 +24,7 @@ from megamix.inspect.culprits import (
     origins_of,
 )
 from megamix.mixed_precision.flat_layout import ParamSpec, Piece
+from megamix.tools.verify.core.training import build_training
 from megamix.tools.verify.layouts.observe import take_step
 from tests.builders import loss_of, make_batch, make_engine, make_model
 from tests.conftest import FULL

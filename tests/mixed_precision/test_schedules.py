@@ -10,8 +10,8 @@ import torch.distributed as dist
 from megamix import AdamW, Checkpoints, DynamicLossScale, ParamGroup, Precision, schedules
 from megamix.builders.objects import lr_table
 from megamix.config.optimizers import OptimizerConfig
-from megamix.config.sections import Config, LrScheduleConfig, TrainingConfig
-from tests.builders import FP32, loss_of, make_batch, make_engine
+from megamix.config.sections import LrScheduleConfig
+from tests.builders import FP32, loss_of, make_batch, make_engine, pace_of
 from tests.mixed_precision.test_no_host_read import no_host_read
 
 RATES = {
@@ -25,12 +25,9 @@ RATES = {
 
 @pytest.mark.parametrize("style", RATES)
 def test_a_program_has_the_rates_of_a_job(style):
-    config = Config.model_construct(
-        optimizer=OptimizerConfig.model_construct(lr=3e-3, min_lr=1e-4),
-        lr_schedule=LrScheduleConfig(decay_style=style, warmup_steps=4, decay_steps=20),
-        training=TrainingConfig.model_construct(steps=30),
-    )
-    assert RATES[style] == lr_table(config)
+    schedule = LrScheduleConfig(decay_style=style, warmup_steps=4, decay_steps=20)
+    optimizer = OptimizerConfig.model_construct(lr=3e-3, min_lr=1e-4)
+    assert RATES[style] == lr_table(schedule, optimizer, pace_of(30))
     assert len({*RATES[style]}) >= 4
 
 

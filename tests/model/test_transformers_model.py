@@ -18,19 +18,18 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.functional import cross_entropy
 
-from megamix.builders.data import training_source
 from megamix.cli import main
 from megamix.config import ConfigError, architecture
 from megamix.live_storage import LiveStorage
 from megamix.model import transformers_model
 from megamix.model.family import family_of
-from megamix.run.run_folder import check
 from megamix.supervise.console import Console
 from megamix.tools.plan.activations import TracedWork, trace_stage
 from megamix.tools.verify.core.layout import parse_layout
 from megamix.tools.verify.layouts.layout_lines import verify_layout
-from megamix.train.job import run_job
-from tests.builders import run_on_ranks, tiny_job, write_data
+from megamix.train.check import check
+from megamix.train.main import run_job
+from tests.builders import corpus_of, run_on_ranks, tiny_job, write_data
 from tests.conftest import FULL
 from tests.model.small_kinds import REFUSED, save_small, small_kinds
 from tests.model.their_models import KINDS, SEQ_LEN, write_config
@@ -112,7 +111,7 @@ def begun(folder):
 
 def loss_of(theirs, config):
     """Return transformers' loss of a job's first batch."""
-    first_batch = training_source(config).read(range(config.training.global_batch_size)).tokens
+    first_batch = corpus_of(config).training(config.training.seed).read(range(config.training.global_batch_size)).tokens
     tokens = torch.from_numpy(first_batch).long()
     logits = theirs(input_ids=tokens[:, :-1], use_cache=False).logits.float()
     return cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).item()

@@ -3,7 +3,7 @@
 import pytest
 from safetensors.torch import load_file
 
-from megamix.train.job import run_job
+from megamix.train.main import run_job
 from tests.builders import run_on_ranks, tiny_job, write_data
 
 

@@ -5,7 +5,6 @@ without --full) load the checkpoint of every other, bit for bit, and pairs of th
 import pytest
 import torch
 
-from megamix.builders.objects import build_training
 from megamix.checkpoint.load import load, newest_checkpoint
 from megamix.checkpoint.manifest import RunRecord
 from megamix.checkpoint.save import save
@@ -14,6 +13,7 @@ from megamix.inspect.culprits import gather_peaks
 from megamix.inspect.replicas import check_replicas
 from megamix.tools.verify.core.layout import parse_layout
 from megamix.tools.verify.core.observed_step import rank_device
+from megamix.tools.verify.core.training import build_training
 from megamix.tools.verify.layouts.observe import take_step
 from tests.checkpoint.state import all_or_none_of
 from tests.conftest import FULL

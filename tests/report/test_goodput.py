@@ -22,7 +22,7 @@ from megamix.report.metrics import TAGS, MetricsWriter
 from megamix.report.page import NUMBERS, PAGE
 from megamix.run.checkpointing import RunCheckpoints
 from megamix.run.run_folder import CONFIG, EVENTS, HEARTBEAT, METRICS, SAMPLE
-from megamix.train import joined
+from megamix.train import run as run_module
 from megamix.train.batches import Validation
 from tests.builders import tiny_job
 from tests.conftest import FULL
@@ -157,11 +157,11 @@ def test_a_job_s_seconds_are_counted_to_what_it_did(tmp_path, data, monkeypatch)
         call = vars(kind)[name]
         monkeypatch.setattr(kind, name, lambda *args, **keys: (passes(seconds), call(*args, **keys))[1])
 
-    for module in (joined, journal):
+    for module in (run_module, journal):
         monkeypatch.setattr(module, "boot_s", lambda: now)
     monkeypatch.setattr(journal, "time", SimpleNamespace(time=lambda: now))
-    monkeypatch.setattr(joined, "Ledger", lambda began_s: Ledger(began_s, lambda: now))
-    monkeypatch.setattr(joined, "age_s", lambda pid: 50.0)
+    monkeypatch.setattr(run_module, "Ledger", lambda began_s: Ledger(began_s, lambda: now))
+    monkeypatch.setattr(run_module, "age_s", lambda pid: 50.0)
     takes(Validation, "losses", 30)
     takes(RunCheckpoints, "save", 20)
     takes(RunCheckpoints, "save_last", 20)

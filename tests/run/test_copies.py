@@ -20,10 +20,11 @@ from megamix.config import ConfigError
 from megamix.durable import write_text
 from megamix.run import checkpointing, copies
 from megamix.run.copies import Copier, takes_of
-from megamix.run.resume_rules import outlook
-from megamix.run.run_folder import check, checkpoint_words
+from megamix.run.run_folder import checkpoint_words
 from megamix.supervise.run_lock import run_lock
 from megamix.supervise.status import PreemptedError
+from megamix.train.check import check
+from megamix.train.judge import outlook
 from megamix.train.trainer import Trainer
 from tests.builders import run_on_ranks, tiny_job
 from tests.checkpoint.state import save_steps
@@ -139,7 +140,7 @@ def test_a_run_goes_on_bit_for_bit_from_the_copies_of_a_lost_one(tmp_path, data,
     copied = tmp_path / "elsewhere/copies"
     pipeline = {"num_layers": 2, "pp_size": 2}
     config = _config(tmp_path, data, 6, **pipeline, copy_to=str(copied), copy_keep=1, keep_every=3)
-    assert checkpoint_words(config).endswith(f"; copied to {copied}")
+    assert checkpoint_words(config.checkpoint, config.pace.steps).endswith(f"; copied to {copied}")
     run_ranks(run_on_ranks, 2, config)
     whole = end_of(tmp_path)
     assert _updates(copied) == [6, 3]
@@ -180,7 +181,7 @@ def test_a_target_that_hangs_is_left_behind_at_the_end(tmp_path, data, capsys, m
 
 
 def _take(config):
-    (take,) = takes_of(config, lambda path: False, lambda line: None)
+    (take,) = takes_of(config.checkpoint, config.text, lambda path: False, lambda line: None)
     return take
 
 
@@ -261,8 +262,8 @@ def test_kept_ones_are_the_only_ones_beside_the_last_where_no_other_save_is_due(
     config = _config(tmp_path, data, 7, save_interval=0, keep_every=3, async_save=False)
     run_on_ranks(config)
     assert _updates(tmp_path / "run") == [7, 6, 3]
-    assert outlook(config).endswith(f"\n  {checkpoint_words(config)}")
-    assert checkpoint_words(_config(tmp_path, data)) == ""
+    assert outlook(config).endswith(f"\n  {checkpoint_words(config.checkpoint, config.pace.steps)}")
+    assert checkpoint_words(_config(tmp_path, data).checkpoint, 8) == ""
 
 
 def test_of_two_after_one_update_only_the_last_stays(tmp_path, data):

@@ -18,7 +18,7 @@ from megamix.comm.topology import Topology
 from megamix.hub.source import open_source
 from megamix.run.run_folder import checkpoint_folder
 from megamix.supervise.status import EndedEarlyError, LeaveRequest
-from megamix.train import joined
+from megamix.train import ranks
 from tests.builders import EXPERTS, tiny_job
 from tests.train.recorded import run_recorded
 
@@ -53,7 +53,7 @@ def _on_a_full_disk(config, asked, weights_fail):
             request.ask(signal.SIGTERM)
 
     def free(files, path):
-        saved = checkpoint_folder(config) / "step_00000008"
+        saved = checkpoint_folder(config.checkpoint) / "step_00000008"
         # A save leaves a megabyte free. The weights are a half of Muon's checkpoint, and a third of AdamW's.
         left = (1 << 20) + sum(file.stat().st_size for file in saved.glob("rank_*")) * 3 // 4
         return left if saved.is_dir() else 2**40
@@ -66,7 +66,7 @@ def _on_a_full_disk(config, asked, weights_fail):
     with (
         mock.patch.object(Files, "free_space", free),
         mock.patch.object(Files, "create", create_or_fail),
-        mock.patch.object(joined, "signals_noted", lambda launched: nullcontext(request)),
+        mock.patch.object(ranks, "signals_noted", lambda launched: nullcontext(request)),
     ):
         return _outcome(config, ask)
 

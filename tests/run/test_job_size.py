@@ -21,10 +21,10 @@ from megamix.machine import kernel_kills, memory_for_each
 from megamix.mixed_precision.settings import Shard
 from megamix.model.family import parameter_count
 from megamix.model.sizes import fewest_params
-from megamix.run import job_size, least_memory
-from megamix.run.job_size import disk_problem, size_lines
-from megamix.run.least_memory import amount, least_held, memory_problem
+from megamix.run.least_memory import GIB, amount
 from megamix.tools.plan.memory_plan import held_memory
+from megamix.train import job_size
+from megamix.train.job_size import JobSize
 from tests.builders import EXPERTS, run_on_ranks, tiny_job
 
 ROOT = Path(__file__).parents[2]
@@ -38,11 +38,15 @@ JOBS = [
 ]
 
 
+def _least(config, world_size):
+    return JobSize(config)._least.by_category(world_size)
+
+
 def _words(config):
     """Return the facts by name; those of corpora under the line of the tokens."""
     facts = {}
     name = ""
-    for line in size_lines(config):
+    for line in JobSize(config).lines():
         name = line[:13].strip() or name
         facts[name] = f"{facts[name]}\n{line[14:]}" if name in facts else line[14:]
     return facts
@@ -121,16 +125,16 @@ ROOM = [
 @pytest.mark.parametrize(("checkpoint", "number"), ROOM)
 def test_a_disk_without_room_for_the_checkpoints_gives_a_note(tmp_path, data, checkpoint, number):
     config = tiny_job(tmp_path, tokens=data, checkpoint=checkpoint)
-    held = least_held(config, 1)
+    held = _least(config, 1)
     weights = int(held["FP32 masters"])
     need = number * (weights + int(held["optimizer states"])) + weights
     with _with_room(need):
-        assert disk_problem(config) is None
+        assert JobSize(config).disk_problem() is None
     with _with_room(need - 1):
-        assert f"; {number} of them and the weights need {amount(need)}, " in str(disk_problem(config))
+        assert f"; {number} of them and the weights need {amount(need)}, " in str(JobSize(config).disk_problem())
         for update in (4, 8):
             (tmp_path / f"run/checkpoints/step_{update:08d}").mkdir(parents=True)
-        assert (disk_problem(config) is None) is (number > 1)  # they take their place already
+        assert (JobSize(config).disk_problem() is None) is (number > 1)  # they take their place already
 
 
 def _job(folder, data, **settings):
@@ -142,7 +146,7 @@ def _job(folder, data, **settings):
 def test_a_check_and_a_start_note_it(tmp_path, data, monkeypatch, capsys):
     job = _job(tmp_path, data)
     note = "note: checkpoint.folder: a checkpoint takes "
-    monkeypatch.setattr("megamix.train.job.run_job", lambda config, memory_line, **_: None)
+    monkeypatch.setattr("megamix.train.main.run_job", lambda config, lines: None)
     with _with_room(1):
         for check in (["--check"], []):
             assert main(["train", str(job), *check]) == 0
@@ -170,7 +174,7 @@ def test_parameters_are_nearly_all_counted_and_none_too_many(name):
 )
 def test_no_category_is_more_than_the_plan_s(tmp_path, shard, optimizer, dtype, grads):
     config = tiny_job(tmp_path, hidden_size=256, optimizer=optimizer, dtype=dtype, grad_dtype=grads, shard=shard)
-    least, planned = least_held(config, 2), held_memory(config, 2, 0, "cpu")[0]
+    least, planned = _least(config, 2), held_memory(config, 2, 0, "cpu")[0]
     for category, size in least.items():
         assert (size == 0) == (planned[category] == 0), category
         # Norms and padding are not counted, nor are Muon's second moments of tables.
@@ -179,7 +183,7 @@ def test_no_category_is_more_than_the_plan_s(tmp_path, shard, optimizer, dtype, 
 
 def test_ranks_that_divide_experts_hold_their_own():
     config = load_config(CONFIGS["qwen3-30b-a3b"], ["parallelism.ep_size=8", "model.num_layers=4"])
-    least, planned = least_held(config, 8), held_memory(config, 8, 0, "gpu")[0]
+    least, planned = _least(config, 8), held_memory(config, 8, 0, "gpu")[0]
     assert all(0.97 * planned[category] < size <= planned[category] for category, size in least.items() if size)
 
 
@@ -199,18 +203,18 @@ def test_a_model_beyond_this_machine_is_refused_at_the_start_and_told_by_a_check
 
 def test_ranks_of_a_machine_share_it_and_a_gpu_counts_for_itself(tmp_path, monkeypatch):
     config = tiny_job(tmp_path, hidden_size=8192, num_layers=8)
-    held = sum(least_held(config, 4).values())
-    assert held > least_memory._GIB
-    monkeypatch.setattr(least_memory, "memory_for_each", lambda ranks: (3.9 * held / ranks, "this machine's memory"))
-    monkeypatch.setattr(least_memory, "has_gpu", lambda: False)
+    held = sum(_least(config, 4).values())
+    assert held > GIB
+    monkeypatch.setattr(job_size, "memory_for_each", lambda ranks: (3.9 * held / ranks, "this machine's memory"))
+    monkeypatch.setattr(job_size, "has_gpu", lambda: False)
     monkeypatch.setenv("WORLD_SIZE", "4")
-    assert "this machine's memory" in str(memory_problem(config))
+    assert "this machine's memory" in str(JobSize(config).memory_problem())
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert memory_problem(config) is None
+    assert JobSize(config).memory_problem() is None
     gpu = SimpleNamespace(total_memory=0.9 * held)
-    monkeypatch.setattr(least_memory, "has_gpu", lambda: True)
+    monkeypatch.setattr(job_size, "has_gpu", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: gpu)
-    assert "of its GPU it has" in str(memory_problem(config))
+    assert "of its GPU it has" in str(JobSize(config).memory_problem())
 
 
 @pytest.mark.parametrize(

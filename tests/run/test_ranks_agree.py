@@ -15,18 +15,18 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from megamix.builders.data import data_fingerprints
+from megamix.builders.data import JobCorpus
 from megamix.cli import main
 from megamix.config import ConfigError
 from megamix.data import DISTRIBUTION
 from megamix.data.token_file import bin_path
 from megamix.plugins import SOURCES, Section
 from megamix.run import own_code, ranks_agree
-from megamix.run.ranks_agree import RankGroup, check_same_job, differences
+from megamix.run.ranks_agree import RankGroup, check_same_job, differences, started_with
 from megamix.supervise.liveness import Board, names
 from megamix.supervise.status import NoAnswerError
 from megamix.tools.ranks import DEADLINE_S
-from megamix.train import joined
+from megamix.train import ranks
 from tests.builders import run_on_ranks, tiny_job, write_data
 from tests.conftest import FULL
 
@@ -128,20 +128,28 @@ def test_what_may_differ_is_not_held_against_ranks(tmp_path, data, run_ranks):
 
 def test_a_source_that_comes_again_is_one_by_its_path_whatever_that_is(data):
     def stages(later):
-        usual = _job(data, data, stages=[{"from_sample": 8, "train": f"{data}/{later}/train"}])
-        return ranks_agree.started_with(usual, {})
+        return started_with(_job(data, data, stages=[{"from_sample": 8, "train": f"{data}/{later}/train"}]).values, {})
 
     again, a_copy = stages("one"), stages("same")
     assert again["data.stages"] != a_copy["data.stages"]  # the first goes on where it was, the other begins anew
     assert not any(str(data) in value for value in again.values())
-    assert set(ranks_agree.MAY_DIFFER) & set(again) == set()
+    assert not {"parallelism.timeout_s", "checkpoint.folder", "data.tokenizer"} & again.keys()
 
 
 def test_a_tokenizer_on_some_ranks_alone_is_told(data):
-    jobs = enumerate((_job(data, data), _job(data, data, tokenizer=None)))
-    (line,) = differences([RankGroup([n], ranks_agree.started_with(it, data_fingerprints(it))) for n, it in jobs])
-    assert line.startswith("content of data.tokenizer (SHA-256): ")
-    assert line.endswith(" on rank 0; not set on rank 1; give all ranks the same files")
+    for error in _checked([_job(data, data), _job(data, data, tokenizer=None)]).values():
+        (line,) = error.problems
+        assert line.startswith("content of data.tokenizer (SHA-256): ")
+        assert line.endswith(" on rank 0; not set on rank 1; give all ranks the same files")
+
+
+def test_a_table_that_some_ranks_alone_have_is_told(data):
+    """They would wait for each other until the time limit."""
+    jobs = [_job(data, data, average={"decay": 0.9}), *[_job(data, data)] * 2]
+    for error in _checked(jobs).values():
+        assert isinstance(error, ConfigError)
+        one = "training.average.decay: not set on ranks 1, 2; 0.9 on rank 0; start all with one configuration"
+        assert error.problems == (one,)
 
 
 def test_a_source_s_own_path_may_be_a_list(data):
@@ -150,11 +158,11 @@ def test_a_source_s_own_path_may_be_a_list(data):
 
     with mock.patch.dict(SOURCES.sections, toy=Paths):
         config = _job(data, data, train=[{"toy": {"path": ["a", "b"]}}])
-        assert '"a", "b"' in ranks_agree.started_with(config, {})["data.train"]
+        assert '"a", "b"' in started_with(config.values, {})["data.train"]
 
 
 def _count_reads(config):
-    with mock.patch.object(ranks_agree, "data_fingerprints", wraps=ranks_agree.data_fingerprints) as read:
+    with mock.patch.object(ranks_agree, "_read_fingerprints", wraps=ranks_agree._read_fingerprints) as read:
         run_on_ranks(config)
     return read.call_count
 
@@ -169,7 +177,10 @@ def _checked(configs, silent=None, store=None):
 
     def check(rank):
         try:
-            ended[rank] = check_same_job(configs[rank], store, rank, len(configs))
+            config = configs[rank]
+            board = Board(store, config.parallelism.timeout_s)
+            corpus = JobCorpus(config.data, config.model)
+            ended[rank] = check_same_job(started_with(config.values, {}), corpus, board, rank, len(configs))
         except BaseException as error:
             ended[rank] = error
 
@@ -273,7 +284,7 @@ def _ended(job):
     """Return a rank's exit status and what it says, if each has another seed."""
     rank = dist.get_rank()
     with (
-        mock.patch.object(joined, "meet_ranks", lambda device, timeout_s: None),
+        mock.patch.object(ranks, "meet_ranks", lambda device, timeout_s: None),
         mock.patch.object(dist, "destroy_process_group"),
         mock.patch.dict("os.environ", _as_torchrun(rank)),
         redirect_stderr(io.StringIO()) as said,

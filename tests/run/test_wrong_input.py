@@ -9,18 +9,26 @@ import sys
 
 import pytest
 
-from megamix.builders.data import data_fingerprints
-from megamix.checkpoint.manifest import UNTRAINED, FileRecord, LayoutRecord, Manifest, ParamRecord, manifest_text
+from megamix.checkpoint.manifest import (
+    UNTRAINED,
+    FileRecord,
+    LayoutRecord,
+    Manifest,
+    ParamRecord,
+    RunRecord,
+    manifest_text,
+)
 from megamix.cli import main
 from megamix.config import load_config
 from megamix.run.least_memory import amount
-from megamix.run.resume_rules import record_of, what_is_kept
-from megamix.run.run_folder import checkpoint_folder
+from megamix.run.own_code import own_code
+from megamix.run.resume_rules import RNG_RULE, trained_on
+from megamix.run.run_folder import checkpoint_folder, what_is_kept
 from megamix.supervise.run_lock import LOCK, run_lock
 from megamix.supervise.status import RunStatus
 from megamix.tools.plan.advice import by_shard
 from megamix.tools.plan.memory_plan import plan_memory
-from tests.builders import tiny_job, write_data
+from tests.builders import corpus_of, tiny_job, write_data
 
 
 @pytest.fixture
@@ -35,14 +43,17 @@ def job(tmp_path):
 def _save(folder, run, update, **overrides):
     """Write a checkpoint as a run leaves it, as far as a check reads it."""
     config = tiny_job(folder, checkpoint={"folder": str(folder / run)}, **overrides)
-    record = record_of(config, data_fingerprints(config)).model_copy(update={"progress": {"cursor": 8 * update}})
+    record = RunRecord(
+        config=config.text, fingerprints=trained_on(corpus_of(config).fingerprints()), rng_rule=RNG_RULE,
+        code=own_code([]), progress={"cursor": 8 * update},
+    )  # fmt: skip
     manifest = Manifest(
         applied_updates=update, skipped_steps=0, loss_scale={}, run=record,
         layout=LayoutRecord(axes={"dp": 1}, buckets=()),
         states=(UNTRAINED,), params=(ParamRecord(name="weight", shape=(1,), aliases=()),),
         files=(FileRecord(name="rank_00000.safetensors", size=4, crc32=0),),
     )  # fmt: skip
-    path = checkpoint_folder(config) / f"step_{update:08d}"
+    path = checkpoint_folder(config.checkpoint) / f"step_{update:08d}"
     path.mkdir(parents=True)
     (path / "manifest.json").write_bytes(manifest_text(manifest))
     (path / "rank_00000.safetensors").write_bytes(bytes(4))
@@ -65,10 +76,10 @@ def test_a_check_says_what_the_job_would_do(job, monkeypatch, capsys):
     RunStatus(run, 40).begin(26, 0)
     lost = "nothing was saved yet (checkpoint.save_interval is 500): 26 updates are lost"
     assert told() == f"no problems; 1 rank; would start a new run in {run}\n  {lost}\n"
-    assert what_is_kept(load_config(config)) == f"{lost}; the same command starts anew"
+    assert what_is_kept(load_config(config).checkpoint) == f"{lost}; the same command starts anew"
     newest = _save(folder, "run", 7)
     goes_on = f"{newest} is saved, 19 later updates are lost; the same command goes on with the run"
-    assert what_is_kept(load_config(config)) == goes_on
+    assert what_is_kept(load_config(config).checkpoint) == goes_on
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert (
         told() == f"no problems; 2 ranks; would go on from step 7 of {run} to step 12\n  changed since: ranks: 1 -> 2\n"

@@ -33,7 +33,7 @@ from megamix.supervise.status import (
     shutdown_s,
     signals_noted,
 )
-from megamix.train import joined
+from megamix.train import ranks
 from megamix.train.trainer import Trainer
 from tests.builders import EXPERTS, run_on_ranks, tiny_job
 from tests.checkpoint.faults import FaultyFiles
@@ -183,7 +183,7 @@ def _asked_with_a_slow_disk(config, save_s):
 
     with (
         mock.patch.object(RunCheckpoints, "_saved", saved_slowly),
-        mock.patch.object(joined, "signals_noted", lambda launched: nullcontext(request)),
+        mock.patch.object(ranks, "signals_noted", lambda launched: nullcontext(request)),
         mock.patch.object(BatchPlan, "launch", launch_and_be_asked),
     ):
         return _outcome(config)

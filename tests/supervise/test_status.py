@@ -16,6 +16,7 @@ from megamix.mixed_precision.engine import ShardedEngine
 from megamix.run import run_folder
 from megamix.supervise.run_lock import LOCK, run_lock
 from megamix.supervise.status import STATUS, RunStatus, StuckError
+from megamix.train import main
 from megamix.train.trainer import Trainer
 from tests.builders import run_on_ranks, tiny_job
 
@@ -82,7 +83,7 @@ def test_a_file_that_says_nothing_counts_for_nothing(tmp_path, text):
 
 def _end_of(config):
     # The folder of a run is refused to any other run; these starts are of one.
-    with mock.patch.object(run_folder, "folder_problems", lambda folder: []):
+    with mock.patch.object(main, "folder_problems", lambda folder: []):
         try:
             run_on_ranks(config)
         except Exception as error:

@@ -17,9 +17,9 @@ from megamix.checkpoint.folder import checkpoints
 from megamix.data.source import TokenFileSource, TokenSpan
 from megamix.data.steady_file import DataError
 from megamix.data.token_file import TokenFile, TokenFileWriter, bin_path, idx_path, token_file_fingerprint
+from megamix.parallel import build
 from megamix.supervise.status import WrongDataError
 from megamix.tools.ranks import DEADLINE_S
-from megamix.train import job
 from tests.builders import EXPERTS, run_on_ranks, tiny_job, write_data
 from tests.conftest import FULL
 from tests.train.fresh_ranks import FreshRanks
@@ -169,15 +169,15 @@ def test_validation_data_that_are_cut_end_a_rank_alone_with_their_name(tmp_path)
 
 def _replace_before_it_is_opened(config, path, victim):
     """Return the run's error if one rank finds another file than those whose fingerprints were compared."""
-    build = job.build_model
+    right = build.build_model
 
     def replace_and_build(model, parallelism, topology, *rest, **keys):
         if topology.world.rank == victim:
             path.with_name("valid.bin").rename(path)
             path.with_name("valid.idx").rename(path.with_suffix(".idx"))
-        return build(model, parallelism, topology, *rest, **keys)
+        return right(model, parallelism, topology, *rest, **keys)
 
-    with mock.patch.object(job, "build_model", replace_and_build), pytest.raises(WrongDataError) as told:
+    with mock.patch.object(build, "build_model", replace_and_build), pytest.raises(WrongDataError) as told:
         run_on_ranks(config)
     return str(told.value)
 

@@ -15,7 +15,6 @@ import torch
 from safetensors.torch import load_file
 
 from megamix import tuned
-from megamix.builders.objects import build_engine
 from megamix.checkpoint import load
 from megamix.checkpoint.all_or_none import AllOrNone
 from megamix.cli import main
@@ -24,14 +23,17 @@ from megamix.config.unread import READ_WHERE, drop_unread
 from megamix.machine import cpu_name, num_cores
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.model.family import parameter_count
-from megamix.model.transformer import Transformer
+from megamix.parallel import build
 from megamix.report.history import read_history
 from megamix.report.metrics import TAGS, is_overflow
 from megamix.report.plot import figures
 from megamix.run import results
+from megamix.run.resume import Resume
 from megamix.supervise.status import NoAnswerError, PreemptedError, WrongDataError
-from megamix.train import job, joined
-from megamix.train.job import run_job
+from megamix.tools.verify.core.training import build_training
+from megamix.train import job, ranks, run
+from megamix.train import main as train_main
+from megamix.train.main import run_job
 from tests.builders import BRANCHING, VOCAB, run_on_ranks, tiny_job, write_data
 from tests.config.test_unread import CASES
 from tests.conftest import FULL
@@ -208,8 +210,8 @@ def test_fp16_and_fp32_reach_the_same_loss_near_the_entropy_of_the_data(run_rank
 
 
 def _described(config):
-    model = Transformer(config.model)
-    return job._describe(config, build_engine(config, model, model.units, 1))
+    engine, numel = build_training(config, torch.device("cpu")).engine, parameter_count(config.model)
+    return job._describe(engine, numel, config.pace, "fp16", config.parallelism)
 
 
 @pytest.mark.parametrize(("shard", "kept"), [("states", 4), ("gradients", 2), ("parameters", 0)])
@@ -222,16 +224,16 @@ def test_the_log_says_what_a_rank_holds(run_ranks, tmp_path, shard, kept):
         (mib,) = re.findall(r"([\d.]+) MiB a rank", said)
         bound = 0.06  # 0.05 of rounding, and the padding
         assert float(mib) == pytest.approx(parameter_count(config.model) * (kept + 12 / 2) / 2**20, abs=bound)
-        assert said.endswith("accumulation 1" + f' | shard = "{shard}"' * (shard != "states"))
+        assert said.endswith("accumulation 2" + f' | shard = "{shard}"' * (shard != "states"))
 
 
 def test_a_start_moves_with_each_parameter_that_it_draws_and_each_piece_that_it_loads(tmp_path, data, monkeypatch):
     seen = []
 
-    class Watched(joined.Job):
+    class Watched(run.Run):
         def __init__(self, *fields):
             super().__init__(*fields)
-            Watched.place = self.position
+            Watched.place = self._position
 
     def noting(drawn):
         def draw(*arguments, **settings):
@@ -251,16 +253,16 @@ def test_a_start_moves_with_each_parameter_that_it_draws_and_each_piece_that_it_
         return patient[-1]
 
     def load_by(*arguments):
-        assert arguments[-1] is patient[-1]  # a rank that loads fast waits for a slow one as long as that one moves
-        return load_start(*arguments)
+        assert arguments[2] is patient[-1]  # a rank that loads fast waits for a slow one as long as that one moves
+        return load_into(*arguments)
 
     watched = []
     patient = []
-    connect, verified_chunks, load_start = AllOrNone.apart, load.verified_chunks, job.load_start
-    monkeypatch.setattr(job, "load_start", load_by)
+    connect, verified_chunks, load_into = AllOrNone.apart, load.verified_chunks, Resume.load_into
+    monkeypatch.setattr(Resume, "load_into", load_by)
     monkeypatch.setattr(AllOrNone, "apart", apart)
-    monkeypatch.setattr(joined, "Job", Watched)
-    monkeypatch.setattr(job, "drawn", noting(job.drawn))
+    monkeypatch.setattr(train_main, "Run", Watched)
+    monkeypatch.setattr(build, "drawn", noting(build.drawn))
     monkeypatch.setattr(load, "verified_chunks", chunks)
     monkeypatch.setattr(tuned, "READ_AHEAD", 1 << 16)
     for steps in (1, 2):
@@ -302,6 +304,6 @@ def test_a_deterministic_job_asks_torch_for_it_and_on_a_cpu_changes_no_bit(tmp_p
 )  # fmt: skip
 def test_groups_are_left_where_all_ranks_leave(monkeypatch, error, alike):
     left = []
-    monkeypatch.setattr(joined, "leave_ranks", lambda *, alike: left.append(alike))
-    joined._leave_ranks(type(error), error, None)
+    monkeypatch.setattr(ranks, "leave_ranks", lambda *, alike: left.append(alike))
+    ranks._leave_ranks(type(error), error, None)
     assert left == [alike]

@@ -7,20 +7,18 @@ import pytest
 
 from megamix.builders.objects import lr_table
 from megamix.config.optimizers import OptimizerConfig
-from megamix.config.sections import Config, LrScheduleConfig, TrainingConfig
+from megamix.config.sections import LrScheduleConfig
+from tests.builders import pace_of
 
 STYLES = ["cosine", "linear", "wsd", "inverse_sqrt", "constant"]
 
 
 def table(decay_style, warmup_steps, decay_steps, steps, min_lr):
-    config = Config.model_construct(  # unchecked, because min_lr may be wrong
-        optimizer=OptimizerConfig.model_construct(lr=1.0, min_lr=min_lr),
-        lr_schedule=LrScheduleConfig.model_construct(
-            decay_style=decay_style, warmup_steps=warmup_steps, decay_steps=decay_steps
-        ),
-        training=TrainingConfig.model_construct(steps=steps),
+    optimizer = OptimizerConfig.model_construct(lr=1.0, min_lr=min_lr)  # unchecked, because min_lr may be wrong
+    schedule = LrScheduleConfig.model_construct(
+        decay_style=decay_style, warmup_steps=warmup_steps, decay_steps=decay_steps
     )
-    return lr_table(config)
+    return lr_table(schedule, optimizer, pace_of(steps))
 
 
 HALF_ROOT = math.sqrt(0.5)

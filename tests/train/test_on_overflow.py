@@ -17,7 +17,7 @@ from megamix.inspect.overflows import GaveUpError
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.run.batch_plan import Attempt, BatchPlan
 from megamix.supervise.console import COLUMNS
-from megamix.train import trainer
+from megamix.train import job
 from tests.builders import run_on_ranks, tiny_job
 from tests.checkpoint.seal import edit
 from tests.conftest import FULL
@@ -81,7 +81,7 @@ def test_a_redone_overflow_leaves_no_trace_and_a_requeued_one_only_its_order(tmp
             self._in_flight[-1] = attempt
             return attempt
 
-    with mock.patch.object(trainer, "BatchPlan", InOrder):
+    with mock.patch.object(job, "BatchPlan", InOrder):
         _, fed = _run(_job(tmp_path / "fed", data, static, steps=8))
     assert requeued == fed != clean
 

@@ -14,14 +14,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megamix.builders.data import data_fingerprints, data_problems, validation_sources
-from megamix.builders.objects import build_loader, build_training
+from megamix.builders.objects import build_loader
 from megamix.cli import main
 from megamix.hub.source import open_source
 from megamix.supervise.status import PreemptedError
-from megamix.train.batches import Validation
+from megamix.tools.verify.core.training import build_training
+from megamix.train.batches import RankBatches, Validation
 from megamix.train.trainer import Trainer
-from tests.builders import EXPERTS, SEQ_LEN, run_on_ranks, tiny_job
+from tests.builders import EXPERTS, SEQ_LEN, corpus_of, run_on_ranks, tiny_job
 from tests.conftest import FULL
 from tests.train.outcome import differences, end_of, metrics_of
 
@@ -39,13 +39,17 @@ def _sets(folder, data, **layout):
     return tiny_job(folder, tokens=data, model=wide, dtype="fp32", loss_scale={"rule": "off"}, **packed, **layout)
 
 
+def _loader(config, source):
+    return build_loader(config.parallelism, source, CPU, packed=corpus_of(config).packed)
+
+
 def _in_one_pass(config):
     """Return each set's loss, by one forward over its samples in one process."""
     model = build_training(config, CPU).engine.module.eval()
     sums = {}
     with torch.no_grad():
-        for name, source in validation_sources(config).items():
-            with build_loader(config, source, CPU) as loader:
+        for name, source in corpus_of(config).validation().items():
+            with _loader(config, source) as loader:
                 batch = loader.get(range(SAMPLES))
             sums[name] = torch.tensor([float(model(*batch.inputs)), batch.weight], dtype=torch.float64)
     sums[""] = torch.stack([*sums.values()]).sum(0)
@@ -57,9 +61,15 @@ def _validated(configs):
     told = []
     for config in configs:
         with ExitStack() as files:
-            sources = validation_sources(config)
-            loaders = {name: files.enter_context(build_loader(config, it, CPU)) for name, it in sources.items()}
-            told.append(Validation(config, build_training(config, CPU), loaders).losses(lambda: None))
+            runner, training = build_training(config, CPU), config.training
+            sets = {
+                name: RankBatches(
+                    files.enter_context(_loader(config, source)), runner.engine.topology, training.micro_batch_size
+                )
+                for name, source in corpus_of(config).validation().items()
+            }
+            validation = Validation(runner, sets, training.global_batch_size, training.eval_batches)
+            told.append(validation.losses(lambda: None))
     return told
 
 
@@ -106,13 +116,13 @@ def test_a_run_goes_on_with_other_sets(tmp_path, data, capsys):
 
 def test_split_divides_the_training_files_alone(tmp_path, data):
     config = _sets(tmp_path, data)
-    assert data_problems(config) == []
-    assert data_fingerprints(config).keys() == {"data.train", "data.valid.one", "data.valid.mix_2[0]"}
+    assert corpus_of(config).problems() == []
+    assert corpus_of(config).fingerprints().keys() == {"data.train", "data.valid.one", "data.valid.mix_2[0]"}
     undivided = tiny_job(tmp_path, packing="documents", tokens=data)
-    whole, one = validation_sources(undivided)[""], validation_sources(config)["one"]
+    whole, one = corpus_of(undivided).validation()[""], corpus_of(config).validation()["one"]
     assert (whole.read(range(150)).tokens == one.read(range(150)).tokens).all()
     short = tiny_job(tmp_path, valid={"one": f"{data}/valid"}, split=[1, 10**6], tokens=data)
-    assert [problem.split(" tokens of ")[1][:10] for problem in data_problems(short)] == ["data.train"]
+    assert [problem.split(" tokens of ")[1][:10] for problem in corpus_of(short).problems()] == ["data.train"]
 
 
 LOSS = "valid/average_loss"

@@ -95,10 +95,10 @@ def _of_job(arguments: argparse.Namespace) -> Iterator[str]:
 
 def audit_job(config: Config, updates: int) -> AuditReport:
     """Return the report on update number `updates`. Every rank must call it."""
-    from megamix.builders.objects import build_training
     from megamix.comm.topology import local_device
     from megamix.tools.audit.audit import audit
     from megamix.tools.audit.report import AuditReport
+    from megamix.tools.verify.core.training import build_training
     from megamix.tools.verify.layouts.observe import MOST_SKIPPED, take_step
 
     runner, report = build_training(config, local_device()), AuditReport()

@@ -122,7 +122,7 @@ def _measured(metrics: Path, hardware: Hardware) -> MeasuredStep:
     config = load_config(metrics.parent / CONFIG, imports=False)
     if config.training.batch_ramp:
         raise ValueError(f"--calibrate: got {metrics}, whose steps grew by a batch_ramp; name a run of equal steps")
-    job = timed_job(config, data_parallel_size(config, ranks[-1]))
+    job = timed_job(config, data_parallel_size(config.parallelism, ranks[-1]))
     fix = f"name the {METRICS} of a run that trained"
     with _named("--calibrate", metrics, f"has a line that is no row of a run's metrics; {fix}"):
         return measured_step(metrics, job, hardware)

@@ -10,7 +10,6 @@ from typing import Any
 
 from megamix.arguments import Failed
 from megamix.config import Config, FirstLayers, check_world_size
-from megamix.config.batch_ramp import tokens_of
 from megamix.config.checks import check_config
 from megamix.progress import ProgressLine
 from megamix.tools.plan.layouts import LayoutSearch, TimedLayout, mesh_text
@@ -153,7 +152,7 @@ def _line(row: Row, layout: str) -> str:
 def _row(search: LayoutSearch, layout: TimedLayout, peak: int) -> Row:
     """Return the figures of a layout, as --json has them. `peak`: bytes of a GPU, traced."""
     job, time = layout.job, layout.time
-    hours = tokens_of(layout.config, layout.config.training.steps) / (time.tokens_per_s(job) * 3600)
+    hours = layout.config.pace.tokens(layout.config.pace.steps) / (time.tokens_per_s(job) * 3600)
     return {
         "gpus": job.gpus,
         "settings": [*settings(layout.config)],

@@ -9,7 +9,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 from megamix.config import Config, FirstLayers, ParallelismConfig, axis_sizes
-from megamix.config.batch_ramp import sizes_by_key
 from megamix.tools.plan.least_memory import LeastMemory
 from megamix.tools.plan.time_constants import FittedConstants
 from megamix.tools.plan.time_hardware import Hardware
@@ -70,14 +69,14 @@ class LayoutSearch:
     @cached_property
     def _batch(self) -> int:
         """Sequences that every global batch of the job is a multiple of."""
-        return math.gcd(*(size for _, size in sizes_by_key(self.config.training)))
+        return math.gcd(*(size for _, size in self.config.pace.sizes))
 
     @cached_property
     def optimizer(self) -> Optimizer:
         """Return the optimizer of all layouts. It imports torch."""
-        from megamix.builders.objects import build_optimizer
+        from megamix.tools.plan.memory_plan import optimizer_of
 
-        return build_optimizer(self.config)
+        return optimizer_of(self.config)
 
     def _fitting(self, mesh: dict[str, Any]) -> Iterator[TimedLayout]:
         """Yield the layouts of a mesh. Larger micro-batches are tried until they cost time or memory."""

@@ -6,7 +6,7 @@ from math import ceil, prod
 
 from megamix.config import Config, FirstLayers, ModelConfig, axis_sizes, stages_per_rank
 from megamix.model import sizes
-from megamix.run.least_memory import least_held
+from megamix.run.least_memory import LeastHeld
 
 HALF, FP32 = 2, 4
 
@@ -25,7 +25,9 @@ class LeastMemory:
         self._count = training.global_batch_size // (training.micro_batch_size * dp_size * ranks.replicas)
         self._tokens = training.micro_batch_size * config.model.seq_len / ranks.cp_size
         self._kept_half = self._half / (1 if config.precision.fp8.recipe == "none" else 2)
-        self._held = sum(least_held(config, dp_size * prod(axis_sizes(ranks).values())).values())
+        averages = training.average is not None
+        least = LeastHeld(config.model, config.optimizer, config.precision, ranks, averages=averages)
+        self._held = sum(least.by_category(dp_size * prod(axis_sizes(ranks).values())).values())
         if ranks.shard != "states" and self._count > 1 and ranks.accumulate == "local":  # gradients stay whole, too
             self._held += self._half * sizes.rank_params(config.model, ranks.tp_size * ranks.pp_size, ranks.ep_size)
 

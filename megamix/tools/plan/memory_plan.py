@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megamix.builders.objects import build_optimizer, build_precision, plan_pipeline
+from megamix.builders.objects import build_optimizer, build_precision
 from megamix.checkpoint.snapshot import pinned_sizes
 from megamix.comm.topology import Topology
 from megamix.config import Config, axis_sizes, grad_accum_steps
@@ -22,6 +22,7 @@ from megamix.mixed_precision.muon import Muon
 from megamix.mixed_precision.optimizers import Optimizer
 from megamix.mixed_precision.settings import Sharding
 from megamix.parallel.build import outline
+from megamix.parallel.stages import plan_pipeline
 from megamix.plugins import MORE_AXES
 from megamix.run.least_memory import amount
 from megamix.tools.plan.activations import Activations, Machine, TracedWork, trace_stage
@@ -71,6 +72,10 @@ class MemoryPlan:
         return max(self.phases, key=self.phases.__getitem__)
 
 
+def optimizer_of(config: Config) -> Optimizer:
+    return build_optimizer(config.optimizer, config.model, config.lr_schedule, config.pace)
+
+
 def plan_memory(
     config: Config, dp_size: int, machine: Machine, optimizer: Optimizer | None = None, *, crowded: bool = False
 ) -> MemoryPlan:
@@ -79,7 +84,7 @@ def plan_memory(
 
     Raises: ValueError if the global batch does not divide.
     """
-    optimizer = optimizer or build_optimizer(config)
+    optimizer = optimizer or optimizer_of(config)
     ranks = range(config.parallelism.pp_size)
     plans = (plan_rank(config, dp_size, pp_rank, machine, optimizer, crowded=crowded) for pp_rank in ranks)
     return max(plans, key=lambda plan: plan.peak)
@@ -97,7 +102,7 @@ def plan_rank(
     """Return the plan of one of a pipeline's ranks; see `plan_memory`."""
     mesh = Topology.place(0, dp=dp_size, ep_size=config.parallelism.ep_size, **axis_sizes(config.parallelism))
     part = _plan_part(
-        config, dp_size, mesh.pp.ranks[pp_rank], machine, optimizer or build_optimizer(config), crowded=crowded
+        config, dp_size, mesh.pp.ranks[pp_rank], machine, optimizer or optimizer_of(config), crowded=crowded
     )
     activations = _activations(part)
     passes = _passes(part, activations)
@@ -128,7 +133,7 @@ def held_memory(config: Config, dp_size: int, rank: int, machine: Machine) -> tu
 
     It asks nothing of other ranks: one rank alone may call it while the others train.
     """
-    part = _plan_part(config, dp_size, rank, machine, build_optimizer(config), own_states=True)
+    part = _plan_part(config, dp_size, rank, machine, optimizer_of(config), own_states=True)
     return part.held, _host(config, part)
 
 
@@ -151,7 +156,7 @@ def _plan_part(
     config: Config, dp_size: int, rank: int, machine: Machine, optimizer: Optimizer, *, own_states: bool = False,
     crowded: bool = False,
 ) -> _RankPart:  # fmt: skip
-    stages, section, training = plan_pipeline(config), config.parallelism, config.training
+    stages, section, training = plan_pipeline(config.model, config.parallelism), config.parallelism, config.training
     topology = Topology.place(rank, dp=dp_size, ep_size=section.ep_size, **axis_sizes(section))
     module, placements = outline(config.model.model_copy(update={"compile": False}), section, topology, stages)
     precision, micro_batches = build_precision(config.precision), grad_accum_steps(config, dp_size)

@@ -25,7 +25,7 @@ from megamix.tools.plan.time_hardware import hardware_of, load_hardware, measure
 from megamix.tools.plan.time_job import timed_job
 from megamix.tools.plan.time_line import time_line
 from megamix.tools.plan.time_model import step_time
-from megamix.train.job import run_job
+from megamix.train.main import run_job
 from tests.builders import tiny_job, write_data
 
 

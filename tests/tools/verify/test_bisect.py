@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megamix.builders import objects
+from megamix.parallel import build
 from megamix.tools.verify.foreign import trainer as foreign
 from megamix.tools.verify.foreign import watch
 from megamix.tools.verify.foreign.judge_trainer import judge_trainer
@@ -44,15 +44,15 @@ def test_the_planted_module_is_named_and_none_of_a_right_training(run_ranks, nam
 
 
 def observe_planted(config, name, what):
-    build = objects.build_model
+    right = build.build_model
 
     def planted(*args, **kwargs):
-        model, placements = build(*args, **kwargs)
+        model, placements = right(*args, **kwargs)
         if module := dict(model.named_modules()).get(name):  # a stage has only some
             spoil(module, what)
         return model, placements
 
-    with mock.patch.object(objects, "build_model", planted):
+    with mock.patch.object(build, "build_model", planted):
         return observe(config, 1, None, bisect=True)
 
 

@@ -53,7 +53,8 @@ def judge(
     reference = Reference.of_config(config, device)
     set_biases(config, reference.native)
     (start, *attempts), dtype = zip(*ranks, strict=True), DTYPES[config.precision.dtype]
-    verdict, optimizer = Verdict(attempts=len(attempts)), build_optimizer(config)
+    verdict = Verdict(attempts=len(attempts))
+    optimizer = build_optimizer(config.optimizer, config.model, config.lr_schedule, config.pace)
     before, earlier = _whole(verdict, start), None
     for name, weight in reference.native.named_parameters():
         verdict.equal("initial weight", name, before.tensors[MASTER, name], weight.detach().cpu())
@@ -287,7 +288,7 @@ class _Judged:
         clip = self.config.optimizer.clip_grad
         coefficient = self.verdict.coefficient(clip, norm_of(self.grads))
         count = int(self.of["applied_updates"])
-        lr = number_at(tuple(lr_table(self.config)), count)
+        lr = number_at(tuple(lr_table(self.config.lr_schedule, self.config.optimizer, self.config.pace)), count)
         told = f"{self.of['lr']:.4g}, where the schedule has {lr:.4g} for update {count}"
         self.verdict.note("lr", "the update", abs(self.of["lr"] - lr), U32 * lr, told)
         for name, unclipped in self.grads.items():

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from megamix.builders.data import plugin_source
-from megamix.builders.objects import build_loader, build_training
+from megamix.builders.data import JobCorpus
+from megamix.builders.objects import build_loader
 from megamix.config import Config, reading_ranks
 from megamix.data.loader import Batch
 from megamix.data.sampler import micro_batches as cut_batch
@@ -20,6 +20,7 @@ from megamix.parallel.micro_batch_runner import MicroBatch, MicroBatchRunner
 from megamix.tools.verify.core.choices import routers, watched_routers
 from megamix.tools.verify.core.observed_step import ObservedStep, Poison, UsedValues, observed, rank_device
 from megamix.tools.verify.core.tape import recorded
+from megamix.tools.verify.core.training import build_training
 
 MOST_SKIPPED = 40  # the search for the first loss scale takes up to 33 steps
 _BRANCHING = 16  # successors of a token in the synthetic text: gradients of embeddings differ in size
@@ -78,12 +79,13 @@ def batches(config: Config, attempt: int, dp_rank: int) -> Iterator[Batch]:
     documents.
     """
     batch_size = config.training.global_batch_size
-    made_up = _Documents if config.data.packing == "documents" else _chain
-    own = plugin_source(config)
+    corpus = JobCorpus(config.data, config.model)
+    made_up = _Documents if corpus.packed else _chain
+    own = corpus.of_plugin(config.training.seed)
     source = made_up(config) if own is None else own
     samples = (range(attempt * batch_size, (attempt + 1) * batch_size),)
     size, ranks = config.training.micro_batch_size, reading_ranks(config.parallelism)
-    with build_loader(config, source, torch.device("cpu")) as loader:
+    with build_loader(config.parallelism, source, torch.device("cpu"), packed=corpus.packed) as loader:
         for (part,) in cut_batch(samples, micro_batch_size=size, dp_rank=dp_rank, dp_size=ranks):
             yield loader.get(part)
 

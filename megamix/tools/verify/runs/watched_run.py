@@ -29,7 +29,8 @@ from megamix.run.batch_plan import Attempt, GlobalBatch
 from megamix.supervise.status import LeaveRequest, PreemptedError
 from megamix.tools.verify.core.layout import Layout
 from megamix.tools.verify.core.observed_step import ObservedStep, Poison, UsedValues, observed, rank_device
-from megamix.train.job import run_job
+from megamix.train.job import Job
+from megamix.train.main import run_job
 from megamix.train.trainer import Trainer
 
 BORDER, STEPS = 3, 6  # the update after which a run is interrupted, and its last one
@@ -115,8 +116,8 @@ def watch_job(config: Config, until: int | None = None) -> list[Seen]:
 class _WatchedTrainer(Trainer):
     """Trainer that writes down each attempt's input and result, plants overflows, and leaves in time."""
 
-    def __init__(self, until: int | None, seen: list[Seen], *built: Any):
-        super().__init__(*built)
+    def __init__(self, until: int | None, seen: list[Seen], job: Job):
+        super().__init__(job)
         self._until, self._seen, self._poison = until, seen, Poison(self.engine)
         self._used, self._to_overflow, self._rows = UsedValues(), set(OVERFLOWS), list[Tensor]()
 

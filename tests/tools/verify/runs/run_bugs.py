@@ -11,8 +11,9 @@ from megamix.data import source
 from megamix.mixed_precision import engine as engine_module
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.run.batch_plan import BatchPlan
+from megamix.run.resume import Resume
 from megamix.tools.verify.runs import watched_run
-from megamix.train import batches, job
+from megamix.train import batches
 from megamix.train.trainer import Trainer
 from tests.tools.verify.engine_bugs import wrong
 
@@ -59,14 +60,14 @@ def samples_twice_an_epoch(right, *args):
 def _loaded(change):
     """Apply `change` to the state that a checkpoint has brought."""
 
-    @wrong(job, "load_start")
-    def load_start(right, start, config, engine, all_or_none):
-        start = right(start, config, engine, all_or_none)
+    @wrong(Resume, "load_into")
+    def load_into(right, resume, engine, all_or_none):
+        start = right(resume, engine, all_or_none)
         change(engine)
         engine.publish_masters()
         return start
 
-    return load_start()
+    return load_into()
 
 
 def _states(engine, state):

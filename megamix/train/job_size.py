@@ -1,0 +1,89 @@
+"""The size of a job in a few lines: parameters, tokens, memory, and whether machine and disk have room for it.
+
+torch is imported only for a job that needs much memory or whose family is a plugin's. Of the built-in one norms, biases
+and tables of positions are not counted: less than 1 %.
+"""
+
+import os
+import shutil
+
+from megamix.builders.data import JobCorpus
+from megamix.checkpoint.folder import checkpoints
+from megamix.config import Config
+from megamix.durable import existing_parent
+from megamix.machine import has_gpu, memory_for_each
+from megamix.run.least_memory import GIB, STATES, LeastHeld, amount
+from megamix.run.run_folder import checkpoint_folder
+
+
+class JobSize:
+    """What a job takes of this machine, for the ranks that this environment starts. Raises: as `LeastHeld`."""
+
+    def __init__(self, config: Config):
+        averages = config.training.average is not None
+        self._least = LeastHeld(config.model, config.optimizer, config.precision, config.parallelism, averages=averages)
+        self._corpus = JobCorpus(config.data, config.model)
+        self._pace, self._seed, self._section = config.pace, config.training.seed, config.checkpoint
+        self._replicas, self._optimizer = config.parallelism.replicas, config.optimizer.name
+
+    def lines(self) -> list[str]:
+        """Return the lines, each with one fact."""
+        held, limit, what = self._memory_here()
+        params, need = self._least.params, amount(sum(held.values()))
+        memory = f"{need} a rank between steps, more within one; each may take {amount(limit)} ({what})"
+        count = f"{params / 1e9:.3g} B" if params >= 1e9 else f"{params / 1e6:.3g} M"
+        facts = [("parameters", count), *self._tokens(), ("memory", memory), ("checkpoint", self._disk()[0])]
+        return [f"{name:<13} {fact}" for name, fact in facts]
+
+    def disk_problem(self) -> str | None:
+        """Return why the run's checkpoints and weights do not fit on the disk; None if they do."""
+        words, fits = self._disk()
+        keep = ", or a lower checkpoint.keep" if self._section.keep > 2 else ""  # 2 is the least
+        return None if fits else f"checkpoint.folder: a checkpoint takes {words}; write another folder{keep}"
+
+    def memory_problem(self) -> str | None:
+        """Return why the ranks cannot hold the job; None if they probably can."""
+        held, limit, what = self._memory_here()
+        need = sum(held.values())
+        if need <= limit:
+            return None
+        table = ", ".join(f"{name} {size / GIB:,.2f} GiB" for name, size in held.items() if size)
+        return (
+            f"memory: a rank holds {need / GIB:,.2f} GiB or more between steps ({table}), and of {what} it has "
+            f"{limit / GIB:,.2f} GiB; start more ranks, set parallelism.shard, tp_size or pp_size, or make the model "
+            f"smaller: megamix plan CONFIG --world {os.environ.get('WORLD_SIZE', '1')} shows what a rank needs"
+        )
+
+    def _memory_here(self) -> tuple[dict[str, float], float, str]:
+        """Return what each rank holds at least, the bytes that it may take, and what sets that limit."""
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        held = self._least.by_category(world_size)
+        limit, what = memory_for_each(int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size))))
+        if sum(held.values()) > min(limit, GIB) and has_gpu():
+            import torch
+
+            limit, what = float(torch.cuda.get_device_properties(0).total_memory), "its GPU"
+        return held, limit, what
+
+    def _tokens(self) -> list[tuple[str, str]]:
+        pace = self._pace
+        tokens = pace.tokens(pace.steps)
+        batches = sorted(pace.seq_len * size for _, size in pace.sizes)
+        batch = " to ".join(f"{size:,}" for size in dict.fromkeys((batches[0], batches[-1])))
+        most = sorted(self._corpus.epochs(self._seed, tokens // pace.seq_len), reverse=True)[:3]  # there may be many
+        corpora = [f"{often:,.2f} epochs of {size:,} in {name}" for often, size, name in most]
+        return [("tokens", f"{tokens:,} in {pace.steps:,} updates of {batch}"), *(("", it) for it in corpora)]
+
+    def _disk(self) -> tuple[str, bool]:
+        """Return in words what the run's checkpoints take, and whether the disk has room for them."""
+        section, folder, steps = self._section, checkpoint_folder(self._section), self._pace.steps
+        held = self._least.by_category(self._replicas)  # on so many ranks one owns the whole model
+        weights = held["FP32 masters"] + held["FP32 average of the weights"]
+        checkpoint = weights + held["optimizer states"]
+        saves = -(-steps // section.save_interval) if section.save_interval else 1
+        stay = steps // section.keep_every if section.keep_every else 0
+        more = max(1, min(section.keep + 1, saves) + stay - len(checkpoints(folder)))
+        need, free = more * checkpoint + weights, shutil.disk_usage(existing_parent(folder)).free
+        size = amount(checkpoint) + ("" if self._optimizer in STATES else " or more")
+        needed = f"{more} of them and the weights need {amount(need)}"
+        return f"{size}; {needed}, {amount(free)} are free in {section.folder}", need <= free

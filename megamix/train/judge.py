@@ -1,0 +1,162 @@
+"""Whether a job may go on from a checkpoint, and what a start would do. torch is imported only if model, optimizer or
+code have changed, so that `--check` is fast.
+"""
+
+import os
+from functools import partial
+from pathlib import Path
+
+from megamix.builders.data import JobCorpus
+from megamix.checkpoint.folder import MANIFEST, checkpoints
+from megamix.checkpoint.manifest import Manifest, RunRecord, check_size, read_manifest
+from megamix.config import Config, ConfigError, DecoderConfig, Pace, first_weights
+from megamix.run.own_code import own_code
+from megamix.run.resume_rules import RNG_RULE, changes, no_step_left, none_is_whole, path_is_damaged, trained_on
+from megamix.run.run_folder import RESUME_WORDS, checkpoint_folder, checkpoint_words, nothing_saved
+from megamix.supervise.run_lock import refuse_held
+from megamix.supervise.status import read_status
+
+
+class Judge:
+    """Says what has changed since a checkpoint, and refuses one from which the job must not go on."""
+
+    def __init__(self, config: Config, record: RunRecord, ranks: int):
+        """`record`: that of the job's own checkpoints. `ranks`: the present number of ranks."""
+        self._config, self._record, self._ranks = config, record, ranks
+        self._folder = checkpoint_folder(config.checkpoint)
+
+    def lines(self, path: Path, manifest: Manifest) -> list[str]:
+        """Return the lines that a run logs when it goes on from this checkpoint.
+
+        Raises: ConfigError if the run must not go on from there.
+        """
+        section, pace, applied = self._config.checkpoint, self._config.pace, manifest.applied_updates
+        if applied > pace.steps:
+            raise ConfigError([self._shorter(path, applied)], "job")
+        own = path.parent == self._folder
+        lines = changes(path, manifest, self._record, own=own)
+        optimizer_changed = any(line.startswith("optimizer.") for line in lines)
+        if own and not manifest.weights_only and (optimizer_changed or self._other_code(manifest)):
+            self._check_states(path, manifest)
+        counted = pace.tokens(applied)
+        if pace.in_tokens and own and (had := manifest.run.progress.get("tokens", counted)) != counted:
+            words = f"training.tokens: the rate counts {counted} tokens for the updates so far, which had {had}"
+            lines.append(f"{words}; write batch_ramp with their sizes")
+        then, now = manifest.run.code, self._record.code
+        if then and (other := [it for it in sorted({*then, *now}) if then.get(it) != now.get(it)]):
+            lines.append("; ".join(f"{it}: {then.get(it, 'none')} -> {now.get(it, 'none')}" for it in other))
+        if (saved_on := len(manifest.files)) != self._ranks and not manifest.weights_only:
+            lines.append(f"ranks: {saved_on} -> {self._ranks}")
+        told = [f"changed since: {line}" for line in lines]
+        if section.resume not in RESUME_WORDS and own:
+            why = f"because {section.folder} has checkpoints of its own"
+            told.append(f"checkpoint.resume: {section.resume} is not read, {why}")
+        return told
+
+    def lines_of_start(self, path: Path, manifest: Manifest) -> list[str]:
+        """Return `lines`, and one if the next update's learning rate has changed."""
+        from megamix.builders.objects import lr_rule
+        from megamix.run.run_record import saved_tables
+
+        lines, config, applied = self.lines(path, manifest), self._config, manifest.applied_updates
+        if 0 < applied < config.pace.steps:
+            then = saved_tables(manifest)
+            old = lr_rule(then.lr_schedule, then.optimizer, Pace(then.training, then.model.seq_len))(applied)
+            new = lr_rule(config.lr_schedule, config.optimizer, config.pace)(applied)
+            if old != new:
+                lines.append(f"learning rate of update {applied + 1}: {old:.3g} -> {new:.3g}")
+        return lines
+
+    def manifest_of(self, path: Path) -> Manifest:
+        """Return the manifest of a checkpoint.
+
+        Raises: ValueError, OSError for a damaged manifest; ConfigError for a manifest that the present code refuses.
+        """
+        manifest = read_manifest(path / MANIFEST)
+        for file in manifest.files:
+            check_size(path / file.name, file)
+        if self._other_code(manifest):
+            from megamix.checkpoint.verify import read_checkpoint
+            from megamix.run.run_record import check_run
+
+            if refusal := read_checkpoint(path, check_run).refusal:
+                raise ConfigError([refusal], "job")
+        return manifest
+
+    def _shorter(self, path: Path, applied: int) -> str:
+        """Return why a run that is shorter than its checkpoint does not go on."""
+        training, pace = self._config.training, self._config.pace
+        name, got, least = "steps", f"{pace.steps}", applied
+        if pace.in_tokens:
+            name, got, least = "tokens", f"{training.tokens}, {pace.steps} updates", pace.tokens(applied)
+        return (
+            f"training.{name}: got {got}, but {path} is after update {applied}; "
+            f"write {name} = {least} or more, or another checkpoint.folder to begin a new run"
+        )
+
+    def _other_code(self, manifest: Manifest) -> bool:
+        """Return whether the present code may refuse the checkpoint.
+
+        With plugins the answer is always True, since modules that a plugin imports may have changed.
+        """
+        return manifest.run.code != self._record.code or bool(self._config.plugins)
+
+    def _check_states(self, path: Path, manifest: Manifest) -> None:
+        from megamix.builders.objects import build_optimizer
+        from megamix.run.run_record import check_states
+
+        config = self._config
+        build = partial(build_optimizer, config.optimizer, config.model, config.lr_schedule, config.pace)
+        check_states(path, manifest, config.optimizer.name, build)
+
+
+def outlook(config: Config) -> str:
+    """Return in words what a start would do with the run's folder, and which checkpoints would stay. Write nothing.
+
+    Checkpoints are judged by their manifests and the sizes of their files.
+    Raises: ConfigError if the start would be refused.
+    """
+    kept = checkpoint_words(config.checkpoint, config.pace.steps)
+    return "\n  ".join(filter(None, (_start_words(config), kept)))
+
+
+def _start_words(config: Config) -> str:
+    section, steps = config.checkpoint, config.pace.steps
+    folder, own_folder, resume = Path(section.folder), checkpoint_folder(section), section.resume
+    try:
+        refuse_held(folder)
+    except OSError as error:
+        raise ConfigError([f"checkpoint.folder: {error}; write another folder"], "job") from error
+    own = [] if resume == "never" else checkpoints(own_folder)
+    found = own or ([] if resume in RESUME_WORDS else [Path(resume)])
+    corpus = JobCorpus(config.data, config.model)
+    data = trained_on(corpus.fingerprints()) if found else {}
+    record = RunRecord(config=config.text, fingerprints=data, rng_rule=RNG_RULE, code=own_code(config.plugins))
+    judge, damaged = Judge(config, record, int(os.environ.get("WORLD_SIZE", "1"))), list[str]()
+    for path in found:
+        try:
+            manifest = judge.manifest_of(path)
+            lines = judge.lines(path, manifest)
+        except ConfigError:
+            raise
+        except (OSError, ValueError, LookupError, TypeError) as error:  # a manifest that no run has written
+            damaged.append(f"{path}: {error}")
+            continue
+        goes_on = f"would go on from step {manifest.applied_updates} of {folder} to step {steps}"
+        if manifest.applied_updates == steps:
+            goes_on = f"{folder} {no_step_left(config.pace)}"
+        first = goes_on if own else f"would start a new run in {folder} from {resume}"
+        told = [f"damaged: {line}" for line in damaged]
+        return "\n  ".join([first, *told, *lines])
+    if damaged:
+        raise none_is_whole(own_folder) if own else path_is_damaged(damaged[0])
+    lost = f"\n  {nothing_saved(section)}" if resume != "never" and read_status(folder).update else ""
+    return f"would start a new run in {folder}{_with_weights(config.model)}{lost}"
+
+
+def _with_weights(model: DecoderConfig) -> str:
+    try:
+        told = first_weights(model)
+    except ValueError as error:
+        raise ConfigError([str(error)], "job") from None
+    return f", with {told}" if told else ""
