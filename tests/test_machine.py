@@ -21,7 +21,7 @@ JOB = """
 import os, sys, types
 from tests.programs import fresh_pages
 
-def run_job(config, memory_line, **_):
+def run_job(config, lines):
     print(os.environ["OMP_NUM_THREADS"], threads_at_import, fresh_pages(), fresh_pages())
 
 class Finder:  # of the stand-in for torch: what does it find when it is imported?
@@ -31,7 +31,8 @@ class Finder:  # of the stand-in for torch: what does it find when it is importe
             threads_at_import = os.environ.get("OMP_NUM_THREADS")
 
 sys.meta_path.insert(0, Finder)
-sys.modules["megamix.train.job"] = types.SimpleNamespace(run_job=run_job)
+sys.modules["megamix.train.job"] = types.SimpleNamespace(Lines=lambda *lines: None)
+sys.modules["megamix.train.main"] = types.SimpleNamespace(run_job=run_job)
 from megamix.cli import main
 sys.exit(main(["train", sys.argv[1]]))
 """

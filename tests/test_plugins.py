@@ -157,9 +157,9 @@ def test_a_table_of_a_family_is_compared_as_a_whole():
         return RunRecord(config=config.text, fingerprints={}, rng_rule="")
 
     saved = SimpleNamespace(run=record(2), weights_only=False)
-    assert changes(Path("x"), saved, record(2), 0, own=True) == []
+    assert changes(Path("x"), saved, record(2), own=True) == []
     with pytest.raises(ConfigError, match=r"model.routing: the checkpoint has \{ experts = 2 \}, the configuration"):
-        changes(Path("x"), saved, record(3), 0, own=True)
+        changes(Path("x"), saved, record(3), own=True)
 
 
 def test_what_a_saved_configuration_says_holds_over_a_plugin_s_defaults(here):

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from megamix.data.prepare.corpus import JobCorpus, folder_files, named_corpus
+from megamix.data.prepare.corpus import Corpus, folder_files, named_corpus
 from megamix.data.prepare.prepare_corpus import Request, prepare_corpus
 from megamix.data.prepare.tokenizer_choice import TokenizerChoice
 
@@ -63,7 +63,7 @@ def prepare_text(small: bool, folder: Path) -> Path:
         stdlib = ROOT / "runs/data/stdlib"
         request = Request(tokenizer=TokenizerChoice("train", 2048), valid_fraction=0.05)
         return prepare_corpus(named_corpus("stdlib"), stdlib, request).output_dir
-    sources = JobCorpus("the package email", folder_files(Path(email.__file__).parent, suffix=".py"))
+    sources = Corpus("the package email", folder_files(Path(email.__file__).parent, suffix=".py"))
     request = Request(tokenizer=TokenizerChoice("train", 300), valid_fraction=0.1)
     return prepare_corpus(sources, folder / "text", request).output_dir
 

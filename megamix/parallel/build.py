@@ -1,6 +1,6 @@
 """The model of a job on this rank, the initial weights that one process would draw, and what runs its micro-batches."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -14,7 +14,7 @@ from megamix.mixed_precision.flat_layout import ParamSpec
 from megamix.mixed_precision.settings import Placement
 from megamix.mixed_precision.weights import Fill, without_values
 from megamix.model.decoder import EMBEDDING_WEIGHT, Decoder
-from megamix.model.family import family_of, flops_per_token, parameter_count
+from megamix.model.family import family_of, flops_per_token
 from megamix.model.fp8 import FP8_CAPABILITY, in_words, use_fp8
 from megamix.model.language_model import LanguageModel
 from megamix.parallel.borders import Border
@@ -34,10 +34,27 @@ class ModelPart:
         device: torch.device,
     ):  # fmt: skip
         """Build the part, with weights that have no values yet. Every rank must call it. Raises: as `build_model`."""
-        self.section, self._parallelism, self._fp8, self._device = section, parallelism, fp8, device
+        self.section, self._parallelism, self._fp8 = section, parallelism, fp8
         self.stages = plan_pipeline(section, parallelism)  # all stages of the pipeline; none without one
         self.module, self.placements = build_model(section, parallelism, topology, device, self.stages, fp8=fp8)
-        self.numel, self.flops_per_token = parameter_count(section), flops_per_token(section)  # of the whole model
+
+    @property
+    def flops_per_token(self) -> int:
+        """Return the operations of the whole model for a token; see `megamix.model.family`."""
+        return flops_per_token(self.section)
+
+    @property
+    def begins_with(self) -> str:
+        """Return the line of the log on the first weights; empty for drawn ones."""
+        weights = first_weights(self.section)
+        return f"begins with {weights}" if weights else ""
+
+    @property
+    def lines(self) -> list[str]:
+        """Return the lines of the log on products in FP8 and on the stages."""
+        on_cpu = next(self.module.parameters()).device.type == "cpu"
+        stages = f"pipeline, {self._parallelism.pp_schedule} | {describe_stages(self.stages)}" if self.stages else ""
+        return [in_words(self.module, self._fp8, on_cpu=on_cpu), stages]
 
     def first_weights(self, seed: int, *, packed: bool) -> Fill:
         """Return what writes the first weights, which may hold those of the whole model. Raises: as `drawn`."""
@@ -59,15 +76,6 @@ class ModelPart:
     def whole(self) -> LanguageModel:
         """Return the whole model, with other weights."""
         return family_of(self.section)(self.section)
-
-    def lines(self, *, begins: bool) -> Iterator[str]:
-        """Yield the lines of the log on products in FP8, the stages and, of a run that `begins`, its first weights."""
-        if line := in_words(self.module, self._fp8, on_cpu=self._device.type == "cpu"):
-            yield line
-        if begins and (weights := first_weights(self.section)):
-            yield f"begins with {weights}"
-        if self.stages:
-            yield f"pipeline, {self._parallelism.pp_schedule} | {describe_stages(self.stages)}"
 
 
 def build_model(
@@ -108,15 +116,20 @@ def divide_work(
     """Make a model whose parameters are this rank's blocks compute this rank's part of the work. From then on all ranks
     must call the model together. `connect`: returns the collectives of an axis.
     """
-    if topology.cp.size > 1:
-        divide_positions(_ours(model), connect(topology.cp), by_heads=parallelism.cp_method == "heads")
-    if topology.tp.size > 1:
-        divide_layers(_ours(model), Border(connect(topology.tp), sequence=parallelism.sequence_parallel))
-    if topology.along("ep").size > 1:
-        divide_experts(_ours(model), connect(topology.along("ep")), gathers=parallelism.ep_method == "gather")
+    for name, divide in _OWN_AXES.items():
+        if (axis := topology.along(name)).size > 1:
+            divide(_ours(model), connect(axis), parallelism)
     for name, divide in MORE_AXES.registered.items():
         if (axis := topology.along(name)).size > 1:
             divide(model, connect(axis), **{key: value for key, value in getattr(parallelism, name) if key != "size"})
+
+
+# What the ranks along each of our own axes divide, as a plugin registers it for its own.
+_OWN_AXES: dict[str, Callable[[Decoder, Collectives, ParallelismConfig], None]] = {
+    "cp": lambda model, ranks, keys: divide_positions(model, ranks, by_heads=keys.cp_method == "heads"),
+    "tp": lambda model, ranks, keys: divide_layers(model, Border(ranks, sequence=keys.sequence_parallel)),
+    "ep": lambda model, ranks, keys: divide_experts(model, ranks, gathers=keys.ep_method == "gather"),
+}
 
 
 def _ours(model: LanguageModel) -> Decoder:

@@ -213,13 +213,12 @@ class RecordedRows:
         return host_collectives(self._topology.world, self._timeout_s + 1.0)
 
 
-def mfu_per_token_rate(
-    flops_per_token: int, dtype: torch.dtype, topology: Topology, device: torch.device
-) -> float | None:
+def mfu_per_token_rate(flops_per_token: int, engine: ShardedEngine) -> float | None:
     """Return the share of all devices' peak that one token per second takes; None if no peak is known."""
+    device = engine.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    peak = dense_peak(name, dtype)
-    return None if peak is None else flops_per_token / (peak * topology.world.size)
+    peak = dense_peak(name, engine.plan.precision.dtype)
+    return None if peak is None else flops_per_token / (peak * engine.topology.world.size)
 
 
 _LIMITS = (-14, -24)  # exponents of FP16's smallest normal number and of its smallest number

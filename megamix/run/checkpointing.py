@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from megamix.checkpoint.all_or_none import AllOrNone
-from megamix.checkpoint.folder import Files, applied_updates, checkpoints
+from megamix.checkpoint.folder import CHECKPOINTS, Files, applied_updates, checkpoints
 from megamix.checkpoint.save import Saver, save
 from megamix.checkpoint.snapshot import take_snapshot
 from megamix.config.sections import CheckpointConfig
@@ -15,7 +15,6 @@ from megamix.inspect.replicas import check_replicas
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.run.copies import Copier, takes_of
 from megamix.run.resume import Resume
-from megamix.run.run_folder import checkpoint_folder
 from megamix.run.run_record import Progress
 from megamix.supervise.console import Console
 from megamix.supervise.status import SAVE_FAILED, LeaveRequest, SaveFailedError
@@ -48,7 +47,9 @@ class RunCheckpoints:
         self._note = note
         self._section, self._engine, self._record = section, engine, resume.record
         self._all_or_none, self._console, self._leave = all_or_none, console, leave
-        start, folder = resume.start, checkpoint_folder(section)
+        start, folder = resume.start, Path(section.folder, CHECKPOINTS)
+        ways = takes_of(section, resume.record.config, self._stays, console.line)
+        takes = [*ways] if all_or_none.rank == 0 else []
         self._files = Files()
         self._saver = Saver(
             folder,
@@ -64,8 +65,6 @@ class RunCheckpoints:
         self._path = own.path if own is not None else None
         self._newest = _place(start.progress) if own is not None else None
         self._under_way = _place(start.progress)
-        ways = takes_of(section, resume.record.config, self._stays, console.line)
-        takes = [*ways] if all_or_none.rank == 0 else []
         self._copiers = [Copier(folder, take, console.line) for take in takes]
         self._waits = 0  # grows while this rank waits for copies
         self._error: Exception | None = None  # error of the last save

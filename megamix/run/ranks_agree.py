@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
+from torch.distributed import Store  # type: ignore[attr-defined]  # not in its __all__
+
 from megamix.builders.data import JobCorpus
 from megamix.comm.topology import Topology, side_store
 from megamix.config import ConfigError
@@ -43,7 +45,7 @@ def known_data(started: Mapping[str, str], corpus: JobCorpus, timeout_s: float) 
     """
     world = Topology.current().world
     if world.group is not None:
-        return check_same_job(started, corpus, Board(side_store(world), timeout_s), world.rank, world.size)
+        return check_same_job(started, corpus, side_store(world), timeout_s, world.rank, world.size)
     try:
         identity = corpus.identity()
     except OSError as error:
@@ -54,12 +56,15 @@ def known_data(started: Mapping[str, str], corpus: JobCorpus, timeout_s: float) 
     return KnownData(fingerprints, identity)
 
 
-def check_same_job(started: Mapping[str, str], corpus: JobCorpus, board: Board, rank: int, size: int) -> KnownData:
-    """Compare what the ranks were started with. Every rank must call it; nothing else uses the board's store.
+def check_same_job(
+    started: Mapping[str, str], corpus: JobCorpus, store: Store, timeout_s: float, rank: int, size: int
+) -> KnownData:
+    """Compare what the ranks were started with. Every rank must call it; nothing else uses `store`.
 
     Raises: ConfigError on every rank, with everything that differs; NoAnswerError on every live rank, naming the ranks
-    that do not answer, shortly after the board's limit.
+    that do not answer, shortly after `timeout_s`.
     """
+    board = Board(store, timeout_s)
     data, problem = _shared_data(corpus, board, rank)
     contents = {f"content of {key} (SHA-256)": digest[:DIGITS] for key, digest in data.fingerprints.items()}
     record = {_PROBLEM: problem} if problem else {**started, **contents}

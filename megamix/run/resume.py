@@ -10,10 +10,8 @@ from megamix.checkpoint.load import load, load_or_older, newest_checkpoint, read
 from megamix.checkpoint.manifest import DamagedCheckpoint, Manifest, RunRecord
 from megamix.checkpoint.verify import Checkpoint
 from megamix.config import ConfigError, Pace
-from megamix.config.sections import CheckpointConfig
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.run.resume_rules import no_step_left, none_is_whole, path_is_damaged
-from megamix.run.run_folder import checkpoint_folder
 from megamix.run.run_record import Progress, check_run
 from megamix.supervise.console import say_phase
 
@@ -42,12 +40,12 @@ class Start:
 class Resume:
     """Finds the checkpoint from which a run goes on, and loads it. Every rank must make its calls."""
 
-    def __init__(self, section: CheckpointConfig, judge: Callable[[Path, Manifest], list[str]], record: RunRecord):
-        """`judge`: returns the lines of the log on a checkpoint's changes; raises ConfigError if the run must not go on
-        from it. `record`: what every checkpoint of this run gets, without its progress.
+    def __init__(self, folder: Path, resume: str, judge: Callable[[Path, Manifest], list[str]], record: RunRecord):
+        """`folder`: the run's checkpoints. `resume`: checkpoint.resume. `judge`: returns the lines of the log on a
+        checkpoint's changes; raises ConfigError if the run must not go on from it. `record`: what every checkpoint of
+        this run gets, without its progress.
         """
-        self._section, self._judge, self.record = section, judge, record
-        self._folder = checkpoint_folder(section)
+        self._folder, self._resume, self._judge, self.record = folder, resume, judge, record
         self.start = Start(None, Progress(), [])
 
     def find(self, all_or_none: AllOrNone) -> Progress:
@@ -58,7 +56,7 @@ class Resume:
         """
         told = all_or_none.first(lambda: self.record.model_dump(mode="json"))
         self.record = RunRecord.model_validate(told)
-        self._take(find_checkpoint(self._section, all_or_none))
+        self._take(find_checkpoint(self._folder, self._resume, all_or_none))
         return self.start.progress
 
     def load_into(self, engine: ShardedEngine, all_or_none: AllOrNone) -> Progress:
@@ -101,14 +99,13 @@ class Resume:
         self.start = Start(checkpoint, progress, lines)
 
 
-def find_checkpoint(section: CheckpointConfig, all_or_none: AllOrNone) -> Checkpoint | None:
-    """Return the checkpoint that `checkpoint.resume` asks for. Return None for a run that begins with new weights.
+def find_checkpoint(folder: Path, resume: str, all_or_none: AllOrNone) -> Checkpoint | None:
+    """Return the checkpoint that `resume` asks for. Return None for a run that begins with new weights.
 
     Every rank must call it.
     Checkpoints in the run's folder with a damaged manifest or damaged headers are set aside.
     Raises: ConfigError on every rank if all are damaged, or if the present code refuses the newest undamaged one.
     """
-    resume, folder = section.resume, checkpoint_folder(section)
     if resume == "never":
         return None
     there_are_some = all_or_none.first(lambda: bool(checkpoints(folder)))

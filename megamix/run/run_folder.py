@@ -19,10 +19,6 @@ MARKS = (CONFIG, WEIGHTS, METRICS)  # a folder that holds one of these files bel
 _WRITTEN_ASIDE = (CONFIG, STATUS, WEIGHTS, AVERAGED, SAMPLE, GAVE_UP, "trace_rank*.json")
 
 
-def checkpoint_folder(section: CheckpointConfig) -> Path:
-    return Path(section.folder) / CHECKPOINTS
-
-
 def checkpoint_words(section: CheckpointConfig, steps: int) -> str:
     """Return a line on the checkpoints that stay and that are copied; empty if a run only keeps the newest."""
     told = []
@@ -40,7 +36,7 @@ def checkpoint_words(section: CheckpointConfig, steps: int) -> str:
 
 def what_is_kept(section: CheckpointConfig) -> str:
     """Return in words what a failed start has saved and lost, and what the same command does now."""
-    if not (own := checkpoints(checkpoint_folder(section))):
+    if not (own := checkpoints(Path(section.folder, CHECKPOINTS))):
         return f"{nothing_saved(section)}; the same command starts anew"
     saved = applied_updates(own[0])
     lost = max(0, read_status(Path(section.folder)).update - saved)

@@ -27,7 +27,7 @@ from megamix.config.sections import CheckpointConfig
 from megamix.data import installing
 from megamix.durable import unwritable
 from megamix.machine import WORKSPACES
-from megamix.run.run_folder import BEGIN_ANEW, CONFIG, MARKS, RESUME_WORDS, WEIGHTS, checkpoint_folder, copy_problems
+from megamix.run.run_folder import BEGIN_ANEW, CONFIG, MARKS, RESUME_WORDS, WEIGHTS, copy_problems
 
 
 def check(config: Config, tell: Callable[[str], None] = lambda line: None, *, starts: bool = False) -> str:
@@ -190,7 +190,7 @@ def _optimizer_doubts(config: Config) -> Iterator[str]:
 
 
 def _resume_problems(section: CheckpointConfig) -> Iterator[str]:
-    resume, own = section.resume, checkpoint_folder(section)
+    resume, own = section.resume, Path(section.folder, CHECKPOINTS)
     if resume in RESUME_WORDS:
         return
     # A run that has saved goes on from its own checkpoints, even if the checkpoint that it began from is gone.

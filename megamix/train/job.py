@@ -10,13 +10,13 @@ from typing import NamedTuple
 import torch
 
 from megamix.builders.data import JobCorpus
-from megamix.builders.objects import build_loader, build_optimizer, build_precision
-from megamix.config import Config, Pace, ParallelismConfig, grad_accum_steps
+from megamix.builders.objects import DTYPES, build_loader, build_loss_scale, build_optimizer
+from megamix.config import Config, Pace, grad_accum_steps
 from megamix.config.sections import CheckpointConfig, MetricsConfig
 from megamix.inspect.overflows import OverflowHistory
 from megamix.mixed_precision.average import WeightAverage
 from megamix.mixed_precision.engine import ShardedEngine
-from megamix.mixed_precision.settings import Sharding
+from megamix.mixed_precision.settings import Precision, Sharding
 from megamix.parallel.build import ModelPart, undrawn
 from megamix.parallel.micro_batch_runner import MicroBatchRunner
 from megamix.report.chosen_trackers import start_trackers
@@ -28,7 +28,6 @@ from megamix.run.batch_plan import BatchPlan
 from megamix.run.checkpointing import RunCheckpoints
 from megamix.run.results import Sample
 from megamix.run.resume import Resume
-from megamix.run.run_folder import checkpoint_words
 from megamix.run.run_record import Progress
 from megamix.supervise.console import phase
 from megamix.train.batches import RankBatches, Validation
@@ -77,22 +76,26 @@ def build(config: Config, run: Run, resume: Resume, corpus: JobCorpus, lines: Li
 
     Nothing else reads the whole configuration.
     """
-    ranks, section, training, pace = run.ranks, config.parallelism, config.training, config.pace
-    topology, device = ranks.topology, ranks.device
+    ranks, topology, device = run.ranks, run.ranks.topology, run.ranks.device
+    section, training = config.parallelism, config.training
+    pace = Pace(training, config.model.seq_len)
 
     # 1. The model, and the engine that takes its weights over.
     _set_torch(training.seed, deterministic=training.deterministic)
     begins = resume.start.checkpoint is None
     with phase(f"building the model{_COMPILES if config.optimizer.compile else ''}"):
         part = ModelPart(config.model, section, config.precision.fp8, topology, device)
-        precision = build_precision(config.precision)
+        dtype, scale = DTYPES[config.precision.dtype], build_loss_scale(config.precision)
+        grad_dtype = dtype if config.precision.grad_dtype == "half" else torch.float32
+        precision = Precision(dtype, grad_dtype, scale, config.precision.reduce_dtype)
+        optimizer = build_optimizer(config.optimizer, config.model, config.lr_schedule, pace)
         sharding = Sharding(
             units=part.module.units, topology=topology, bucket_size=section.bucket_size, overlap=section.overlap,
             placements=part.placements, shard=section.shard, accumulate=section.accumulate,
         )  # fmt: skip
         engine = ShardedEngine(
             part.module,
-            build_optimizer(config.optimizer, config.model, config.lr_schedule, pace),
+            optimizer,
             precision,
             sharding,
             clip_grad=config.optimizer.clip_grad,
@@ -103,16 +106,21 @@ def build(config: Config, run: Run, resume: Resume, corpus: JobCorpus, lines: Li
         if training.average is not None:
             WeightAverage(engine, training.average.decay)
     run.built(engine)
-    run.console.lines(_describe(engine, part.numel, pace, config.precision.dtype, section), *part.lines(begins=begins))
+    run.console.lines(_describe(engine, run.parameters, pace), *part.lines)
+    if begins:
+        run.console.lines(part.begins_with)
 
     # 2. The state of a run that goes on. From here on the folder is this run's.
     start = resume.load_into(engine, ranks.all_or_none)
-    run.console.lines(*resume.start.lines(pace), checkpoint_words(config.checkpoint, pace.steps))
-    run.claim(start, config.text)
+    run.console.lines(*resume.start.lines(pace), run.kept)
+    run.claim(start, resume.record.config)
 
     # 3. The data, which must be those that the checkpoints will name.
     loader = partial(build_loader, section, device=device, packed=corpus.packed)
-    batches = RankBatches(files.enter_context(loader(corpus.training(training.seed))), topology, pace.micro_batch_size)
+    source = files.enter_context(loader(corpus.training(training.seed)))
+    batches = RankBatches(source, topology, pace.micro_batch_size)
+    size = pace.batch_size(start.applied)
+    engine.set_grad_accum_steps(batches.count(size))
     held_out = corpus.validation()
     corpus.require_unchanged(ranks.data.identity)
     sets = {
@@ -121,15 +129,24 @@ def build(config: Config, run: Run, resume: Resume, corpus: JobCorpus, lines: Li
     }
 
     # 4. The reports: rates and losses; the first rank writes them down.
-    rate = mfu_per_token_rate(part.flops_per_token, precision.dtype, topology, device)
+    rate = mfu_per_token_rate(part.flops_per_token, engine)
     report = IntervalReport(engine.clock, pace.tokens_left, rate)
     report.losses, report.tokens = start.losses(), start.tokens
-    writer = files.enter_context(_writer(config, run, report, start.applied)) if ranks.is_first else None
+    writer = None
+    if ranks.is_first:
+        writer = MetricsWriter(
+            run.folder,
+            tensorboard=config.metrics.tensorboard,
+            applied=start.applied,
+            config=config.text,
+            hparams=main_settings(config.text) | run.facts,
+            tokens=lambda: report.tokens,
+            trackers=start_trackers(config.metrics, run.folder, config.model_dump(mode="json")),
+        )
+        files.enter_context(writer)
 
     # 5. What the loop goes by.
     runner = part.runner(engine, pace.micro_batch_size)
-    size = pace.batch_size(start.applied)
-    engine.set_grad_accum_steps(batches.count(size))
     sample = None
     if config.data.tokenizer is not None:
         tokenizer, prompt = Path(config.data.tokenizer), config.metrics.sample_prompt
@@ -139,6 +156,7 @@ def build(config: Config, run: Run, resume: Resume, corpus: JobCorpus, lines: Li
         runner=runner,
         batches=batches,
         validation=Validation(runner, sets, training.global_batch_size, training.eval_batches) if sets else None,
+        profiling=Profiling(config.profiling, run.folder, engine, run.console, writer),
         plan=BatchPlan(pace.steps, size, config.precision.on_overflow, config.precision.max_retries, start),
         checkpoints=RunCheckpoints(
             config.checkpoint, engine, resume, ranks.all_or_none, run.console, ranks.leave, run.journal.tell
@@ -146,7 +164,6 @@ def build(config: Config, run: Run, resume: Resume, corpus: JobCorpus, lines: Li
         start=start,
         report=report,
         writer=writer,
-        profiling=Profiling(config.profiling, run.folder, engine, run.console, writer),
         overflows=OverflowHistory(config.precision, engine, start.skipped),
         sample=sample,
         lines=lines if ranks.is_first else NO_LINES,
@@ -172,26 +189,16 @@ def _set_torch(seed: int, *, deterministic: bool) -> None:
     torch.manual_seed(seed)
 
 
-def _writer(config: Config, run: Run, report: IntervalReport, applied: int) -> MetricsWriter:
-    return MetricsWriter(
-        run.folder,
-        tensorboard=config.metrics.tensorboard,
-        applied=applied,
-        config=config.text,
-        hparams=main_settings(config.text) | run.facts,
-        tokens=lambda: report.tokens,
-        trackers=start_trackers(config.metrics, run.folder, config.model_dump(mode="json")),
-    )
-
-
-def _describe(engine: ShardedEngine, numel: int, pace: Pace, dtype: str, section: ParallelismConfig) -> str:
+def _describe(engine: ShardedEngine, numel: int, pace: Pace) -> str:
     """Return two lines that say what runs where, so that a log explains itself."""
-    topology, device = engine.topology, engine.device
+    topology, device, plan = engine.topology, engine.device, engine.plan
     machine = "CPU, Gloo"
     if device.type == "cuda":
         cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]  # untyped in torch
         machine = f"{torch.cuda.get_device_name(device)}, NCCL, cuDNN {cudnn}"
-    kept = "".join(f' | {key} = "{it}"' for key, it in section if it in ("gradients", "parameters", "owner"))
+    dtype = next(name for name, it in DTYPES.items() if it == plan.precision.dtype)
+    told = {"shard": plan.sharding.shard, "accumulate": plan.sharding.accumulate}
+    kept = "".join(f' | {key} = "{it}"' for key, it in told.items() if it not in ("states", "local"))
     held = sum(bucket.bytes.held() for bucket in engine.buckets)
     return (
         f"megamix | {topology} on {machine} | torch {torch.__version__} | {dtype} | "

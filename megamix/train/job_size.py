@@ -6,14 +6,14 @@ and tables of positions are not counted: less than 1 %.
 
 import os
 import shutil
+from pathlib import Path
 
 from megamix.builders.data import JobCorpus
-from megamix.checkpoint.folder import checkpoints
+from megamix.checkpoint.folder import CHECKPOINTS, checkpoints
 from megamix.config import Config
 from megamix.durable import existing_parent
 from megamix.machine import has_gpu, memory_for_each
 from megamix.run.least_memory import GIB, STATES, LeastHeld, amount
-from megamix.run.run_folder import checkpoint_folder
 
 
 class JobSize:
@@ -76,7 +76,7 @@ class JobSize:
 
     def _disk(self) -> tuple[str, bool]:
         """Return in words what the run's checkpoints take, and whether the disk has room for them."""
-        section, folder, steps = self._section, checkpoint_folder(self._section), self._pace.steps
+        section, folder, steps = self._section, Path(self._section.folder, CHECKPOINTS), self._pace.steps
         held = self._least.by_category(self._replicas)  # on so many ranks one owns the whole model
         weights = held["FP32 masters"] + held["FP32 average of the weights"]
         checkpoint = weights + held["optimizer states"]

@@ -7,12 +7,12 @@ from functools import partial
 from pathlib import Path
 
 from megamix.builders.data import JobCorpus
-from megamix.checkpoint.folder import MANIFEST, checkpoints
+from megamix.checkpoint.folder import CHECKPOINTS, MANIFEST, checkpoints
 from megamix.checkpoint.manifest import Manifest, RunRecord, check_size, read_manifest
 from megamix.config import Config, ConfigError, DecoderConfig, Pace, first_weights
 from megamix.run.own_code import own_code
 from megamix.run.resume_rules import RNG_RULE, changes, no_step_left, none_is_whole, path_is_damaged, trained_on
-from megamix.run.run_folder import RESUME_WORDS, checkpoint_folder, checkpoint_words, nothing_saved
+from megamix.run.run_folder import RESUME_WORDS, checkpoint_words, nothing_saved
 from megamix.supervise.run_lock import refuse_held
 from megamix.supervise.status import read_status
 
@@ -23,7 +23,7 @@ class Judge:
     def __init__(self, config: Config, record: RunRecord, ranks: int):
         """`record`: that of the job's own checkpoints. `ranks`: the present number of ranks."""
         self._config, self._record, self._ranks = config, record, ranks
-        self._folder = checkpoint_folder(config.checkpoint)
+        self._folder = Path(config.checkpoint.folder, CHECKPOINTS)
 
     def lines(self, path: Path, manifest: Manifest) -> list[str]:
         """Return the lines that a run logs when it goes on from this checkpoint.
@@ -122,7 +122,7 @@ def outlook(config: Config) -> str:
 
 def _start_words(config: Config) -> str:
     section, steps = config.checkpoint, config.pace.steps
-    folder, own_folder, resume = Path(section.folder), checkpoint_folder(section), section.resume
+    folder, own_folder, resume = Path(section.folder), Path(section.folder, CHECKPOINTS), section.resume
     try:
         refuse_held(folder)
     except OSError as error:

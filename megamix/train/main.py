@@ -5,6 +5,7 @@ from contextlib import ExitStack
 from functools import partial
 
 from megamix.builders.data import JobCorpus
+from megamix.checkpoint.folder import CHECKPOINTS
 from megamix.checkpoint.manifest import RunRecord
 from megamix.config import Config
 from megamix.model.family import parameter_count
@@ -32,13 +33,14 @@ def run_job(config: Config, lines: Lines = NO_LINES, make: Callable[[Job], Train
     """
     code = own_code(config.plugins)
     corpus = JobCorpus(config.data, config.model)
-    with met(config.parallelism, started_with(config.values, code), corpus) as ranks:
+    started = started_with(config.values, code)
+    with met(config.parallelism, started, corpus) as ranks:
         alert = getattr(getattr(config.metrics, "alert", None), "command", ())
         run = Run(ranks, config.checkpoint, config.pace.steps, alert, parameter_count(config.model))
         with run.held(partial(folder_problems, config)):
             data = trained_on(ranks.data.fingerprints)
             record = RunRecord(config=config.text, fingerprints=data, rng_rule=RNG_RULE, code=code)
             judge = Judge(config, record, ranks.topology.world.size)
-            resume = Resume(config.checkpoint, judge.lines_of_start, record)
+            resume = Resume(run.folder / CHECKPOINTS, config.checkpoint.resume, judge.lines_of_start, record)
             with run.begun(resume.find(ranks.all_or_none)), ExitStack() as files:  # closed while the watch goes on
                 return make(build(config, run, resume, corpus, lines, files)).run()

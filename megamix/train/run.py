@@ -26,6 +26,7 @@ from megamix.report.ledger import COMPILE, START, Ledger, age_s, boot_s
 from megamix.report.metrics import cut_logs
 from megamix.run import run_folder
 from megamix.run.own_code import source
+from megamix.run.run_folder import checkpoint_words
 from megamix.run.run_record import Progress
 from megamix.supervise.console import Console, say
 from megamix.supervise.liveness import Position, RollCall
@@ -45,7 +46,8 @@ class Run:
     def __init__(self, ranks: Ranks, section: CheckpointConfig, steps: int, alert: Sequence[str], parameters: int):
         """`alert`: the user's program that is told how the run ends; empty: none. `parameters`: those of the model."""
         self.ranks, self.folder, self._steps = ranks, Path(section.folder), steps
-        self._max_restarts, self._alert = section.max_restarts, alert
+        self._max_restarts, self._alert, self.parameters = section.max_restarts, alert, parameters
+        self.kept = checkpoint_words(section, steps)  # a line of the log
         card = f"{torch.cuda.get_device_name(ranks.device)}, " if ranks.device.type == "cuda" else ""
         self.facts: dict[str, int | str] = {  # what trains where, for the journal and TensorBoard
             "parameters": parameters,

@@ -132,7 +132,7 @@ def test_the_engine_gets_its_sections(tmp_path, grad_dtype, want):
     engine = build_training(config, torch.device("cpu")).engine
     assert (engine.plan.precision.dtype, engine.buckets[0].grads.dtype) == (torch.float16, want)
     assert (engine.clip_grad, engine.grad_accum_steps, engine.update_path) == (0.5, 12, "library")
-    assert len(engine.plan.layout.buckets) == 2  # a bias of 4 and a weight of 16 close one bucket
+    assert len(engine.plan.layout.buckets) == 3
     assert not engine.plan.sharding.overlap
     assert len(lrs := engine.optimizer.lr_table()) == config.training.steps
     assert lrs[1] == pytest.approx(config.optimizer.lr)

@@ -7,16 +7,16 @@ import json
 import os
 import signal
 from contextlib import nullcontext
+from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from megamix.checkpoint.folder import Files
+from megamix.checkpoint.folder import CHECKPOINTS, Files
 from megamix.comm.topology import Topology
 from megamix.hub.source import open_source
-from megamix.run.run_folder import checkpoint_folder
 from megamix.supervise.status import EndedEarlyError, LeaveRequest
 from megamix.train import ranks
 from tests.builders import EXPERTS, tiny_job
@@ -53,7 +53,7 @@ def _on_a_full_disk(config, asked, weights_fail):
             request.ask(signal.SIGTERM)
 
     def free(files, path):
-        saved = checkpoint_folder(config.checkpoint) / "step_00000008"
+        saved = Path(config.checkpoint.folder, CHECKPOINTS) / "step_00000008"
         # A save leaves a megabyte free. The weights are a half of Muon's checkpoint, and a third of AdamW's.
         left = (1 << 20) + sum(file.stat().st_size for file in saved.glob("rank_*")) * 3 // 4
         return left if saved.is_dir() else 2**40

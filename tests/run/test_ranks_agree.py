@@ -178,9 +178,8 @@ def _checked(configs, silent=None, store=None):
     def check(rank):
         try:
             config = configs[rank]
-            board = Board(store, config.parallelism.timeout_s)
-            corpus = JobCorpus(config.data, config.model)
-            ended[rank] = check_same_job(started_with(config.values, {}), corpus, board, rank, len(configs))
+            corpus, limit_s = JobCorpus(config.data, config.model), config.parallelism.timeout_s
+            ended[rank] = check_same_job(started_with(config.values, {}), corpus, store, limit_s, rank, len(configs))
         except BaseException as error:
             ended[rank] = error
 

@@ -6,9 +6,11 @@ import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from megamix.checkpoint.folder import CHECKPOINTS
 from megamix.checkpoint.manifest import (
     UNTRAINED,
     FileRecord,
@@ -23,7 +25,7 @@ from megamix.config import load_config
 from megamix.run.least_memory import amount
 from megamix.run.own_code import own_code
 from megamix.run.resume_rules import RNG_RULE, trained_on
-from megamix.run.run_folder import checkpoint_folder, what_is_kept
+from megamix.run.run_folder import what_is_kept
 from megamix.supervise.run_lock import LOCK, run_lock
 from megamix.supervise.status import RunStatus
 from megamix.tools.plan.advice import by_shard
@@ -53,7 +55,7 @@ def _save(folder, run, update, **overrides):
         states=(UNTRAINED,), params=(ParamRecord(name="weight", shape=(1,), aliases=()),),
         files=(FileRecord(name="rank_00000.safetensors", size=4, crc32=0),),
     )  # fmt: skip
-    path = checkpoint_folder(config.checkpoint) / f"step_{update:08d}"
+    path = Path(config.checkpoint.folder, CHECKPOINTS) / f"step_{update:08d}"
     path.mkdir(parents=True)
     (path / "manifest.json").write_bytes(manifest_text(manifest))
     (path / "rank_00000.safetensors").write_bytes(bytes(4))

@@ -211,7 +211,7 @@ def test_fp16_and_fp32_reach_the_same_loss_near_the_entropy_of_the_data(run_rank
 
 def _described(config):
     engine, numel = build_training(config, torch.device("cpu")).engine, parameter_count(config.model)
-    return job._describe(engine, numel, config.pace, "fp16", config.parallelism)
+    return job._describe(engine, numel, config.pace)
 
 
 @pytest.mark.parametrize(("shard", "kept"), [("states", 4), ("gradients", 2), ("parameters", 0)])
