@@ -49,10 +49,12 @@ def diff(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
 
     Where another optimizer or rule is chosen, keys that only one of both has are left out: they are not comparable.
     """
-    choosers = {".".join((*path, "")): ".".join((*path, chosen.key)) for path, chosen in CHOSEN.items()}
-    other = tuple(table for table, key in choosers.items() if old.get(key) != new.get(key))
     keys = [key for key in sorted({*old, *new}) if old.get(key) != new.get(key)]
-    told = [key for key in keys if not key.startswith(other) or (key in old and key in new)]
+    choosers = {".".join((*path, "")): ".".join((*path, chosen.key)) for path, chosen in CHOSEN.items()}
+    other = [table for table, key in choosers.items() if key in keys]
+    if "precision.dtype" in keys:
+        other.append("precision.loss_scale.")  # which rule "auto" is
+    told = [key for key in keys if not key.startswith(tuple(other)) or (key in old and key in new)]
     return [Change(key, *_texts(old.get(key), new.get(key))) for key in told]
 
 

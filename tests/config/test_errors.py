@@ -1,5 +1,5 @@
 """Whoever mistypes a configuration or a command: every mistake is one line with field, value and a fix that works, all
-at once and without a traceback; nothing is written.
+at once and without a traceback; nothing is written. The messages on single settings stand in tests/refusals.
 """
 
 import copy
@@ -22,7 +22,6 @@ from megamix.config import (
 )
 from megamix.config.choices import section_at
 from megamix.config.sections import SECTIONS
-from megamix.config.toml_text import value_text
 from tests.builders import tiny_job, write_data
 from tests.checkpoint.state import fp16_engine
 
@@ -59,150 +58,6 @@ def problems_of(tree):
         config_from_dict(tree)
     return caught.value.problems
 
-
-# Settings beside those of `GOOD` without validation, and words of the line on the last one; " .. " stands for others.
-WRONG_SETTINGS = {
-    # a value by itself
-    'model.num_layers="12"': 'got "12", must be a whole number; write for example num_layers = 4',
-    "model.num_layers=2.0": "got 2.0, must be a whole number",
-    "model.num_layers=0": "got 0, must be greater than 0; write for example num_layers = 4",
-    "model.num_kv_heads=0": "got 0, must .. 0; leave num_kv_heads out to get its default",
-    "model.compile=True": 'got "True", must be true or false; write for example compile = false',
-    "optimizer.lr=fast": 'got "fast", must be a number; write for example lr = 0.0003',
-    "optimizer.lr=nan": "got nan, must be a finite number; write for example lr = 0.0003",
-    "optimizer.weight_decay=-1": "got -1, must be at least 0; write for example",
-    "training.seed=9223372036854775808": "got 92 .. must be less than 9.22337e+18; write",
-    "model.attention_softcap=1e39": "got 1e+39, must be at most",
-    "model.logit_divisor=1e-39": "got 1e-39, must be at least",
-    "model.norm=RMSnorm": "must be 'rmsnorm', 'rmsnorm_1p' or 'layernorm'; write norm = \"rmsnorm\"",
-    "model.norm=batch": "'layernorm' (Normalisation of attention, .. ); write for example norm =",
-    "precision.loss_scale.rule=of": "'static' or 'off'; write rule = \"off\"",
-    "precision.loss_scale.rule=true": "got true .. static, or off); write for example rule",
-    "precision.loss_scale.rule=dynamic precision.loss_scale.init_scale=1000": "a power of two from 2**-126 to 2**126;",
-    "precision.loss_scale.rule=dynamic precision.loss_scale.growth_factor=1": "got 1, must be greater",
-    "precision.loss_scale.rule=dynamic precision.loss_scale.backoff_factor=1": "got 1, must be less",
-    "precision.loss_scale.rule=headroom precision.loss_scale.margin=1": "got 1, must be at least 2; write for",
-    "optimizer.name=nag optimizer.nag.momentum=1": "got 1, must be less than 1; write for",
-    # lists
-    "optimizer.adamw.betas=0.9": "got 0.9, must be a list; write for example betas = [0.9, 0.95]",
-    "optimizer.adamw.betas=[0.9]": "got [0.9], must have 2 items (Decay rates .. , each in [0, 1)); write for",
-    "optimizer.adamw.betas=[1,2,3]": "got [1, 2, 3], must have 2 items (Decay rates",
-    "optimizer.adamw.betas=[]": "got [], must have 2 items (Decay rates",
-    'optimizer.groups=[{pattern="*",betas=[0.9]}]': "got [0.9], must have 2 items",
-    'optimizer.groups=[{pattern="*",lr=0.1}]': "unknown key, got 0.1; known are pattern, lr_",
-    'optimizer.groups=[{pattern="*",lr_facto=2}]': "unknown key, got 2; did you mean",
-    "optimizer.groups=[3]": "got 3, must be a table; write for example groups = [{ pattern =",
-    "optimizer.groups=[{}]": 'missing; write for example pattern = "*.bias"',
-    "optimizer.name=muon optimizer.muon.ns_table=[[1.0,2.0]]": "got [1.0, 2.0], must have 3 items",
-    # sections and keys that are not there
-    "metrics.wandb=true": "got true, must be a table; write [metrics.wandb] and its keys",
-    "training.stepz=5": "unknown key, got 5; did you mean training.steps?",
-    f"metrics.zzz={'x' * 99}": f'metrics.zzz: unknown key, got "{"x" * 56}...; known are log_interval,',
-    "metricks.zzz=1": "unknown section, got { zzz = 1 }; did you mean metrics?",
-    "parallelism.seq_len=5": "unknown key, got 5; write it under [model]",
-    "optimizer.eps=1e-6": "unknown key, got 1e-06; write it under [optimizer.adamw]",
-    "optimizer.schedules.lr.end=0.1": "unknown key, got { end = 0.1 }; known are weight_decay",
-    "optimizer.momentum=0.9": "unknown key, got 0.9; write it in the table of nag or muon",
-    "optimizer.learning_rate=1": "unknown key, got 1; it is optimizer.lr here",
-    "training.epochs=3": "unknown key, got 3; there are no epochs; write training.steps",
-    "training.ema_decay=0.99": "unknown key, got 0.99; it is training.average.decay here",
-    "zero_optimization.stage=2": 'unknown section, got { stage = 2 }; it is parallelism.shard here (stage 1 is "state',
-    'model.folder="x" model.family=gemma3': "must be 'transformer' or 'transformers' (The kind",
-    # data
-    "data.train=3": 'got 3, must be text in quotes, or a list of tables; write for example train = "runs',
-    'data.train=""': 'got "", must not be empty; write for example train = "runs/data/train"',
-    "data.train=[]": "got [], must not be empty; write for example train =",
-    "data.train=[3]": "got 3, must be a table",
-    "data.train=[{}]": "got { .. must have either path or markov",
-    'data.train=[{path="a",markov=4}]': "must have either path or markov",
-    'data.train=[{path="a",weight=1},{path="b"}]': "got .. must have a weight in every table, or in none",
-    'data.train=[{path="a"},{markov=4}]': "must have weights, because markov has no end",
-    'data.train=[{path="x/a"},{path="./x//y/../a"}]': "must have each path and each markov once, with the sum of its",
-    'data.train=[{path="a",weight=0.123456789},{path="b",weight=1}]': "a 1,000,000th of .. such as 109889, 890108",
-    'data.stages=[{from_sample=5,train=[{pth="a"}]}]': "unknown key",
-    'data.stages=[{from_sample=5,train="a"},{from_sample=5,train="b"}]': "must have a larger from_sample in each table",
-    "data.split=[95]": "must have 2 items (Shares of each .. , on any scale); write for example split = [95, 5]",
-    "data.split=[1,0]": "got 0, must be greater than 0; write for example split = [95, 5]",
-    "data.valid=x data.split=[9,1]": "but data.valid names other validation tokens; leave split or valid out",
-    'data.valid={"a/b"="x"}': (
-        "must name each set by 1 to 40 letters, digits, _ and -, but not path or markov or weight or split .. ; "
-        'write for example valid = "r'
-    ),
-    'data.valid={path="x"}': 'got { path = "x" }, must name each set by .. unlike "path"; write for',
-    'data.valid={split="x"}': 'must name each set by .. unlike "split"; ',
-    f"data.valid.{'w' * 41}=x": "must name each set by 1 to 40 letters",
-    "data.valid={}": "got {  }, must name each set by .. weight or split; write for example valid",
-    "data.valid=[]": 'got [], must not be empty; write for example valid = "runs/data/valid"',
-    "data.valid.web=5": "got 5, must be text in quotes, or a list of tables; write for example web =",
-    "data.valid.web=[{path=5}]": "got 5, must be text in quotes; write for example path =",
-    'data.valid=[{pth="x"}]': 'unknown key, got "x"; did you mean data.valid[0].path?',
-    "training.eval_interval=5": "got 5 .. write valid under [data], or eval_interval = 0",
-    # the model's sizes
-    "model.hidden_size=100": "got 100, must divide by num_heads 6; write hidden_size = 108",
-    "model.hidden_size=5": "write hidden_size = 12",
-    "model.hidden_size=18": 'a head size of 3, but rotary .. write position = "learned", or hidden_size = 24',
-    "model.num_kv_heads=4": "got 4, must divide num_heads 6; write num_kv_heads = 3",
-    "model.num_kv_heads=12": "write num_kv_heads = 6",
-    "model.recompute.full=2": "got 2, but num_layers is 1; write full = 1",
-    "model.recompute.full=1.0": "got 1.0, must be a whole number of layers, or a share below 1; write for example full",
-    "model.recompute.full=1.5": "got 1.5, must be a whole number of layers, or a share below 1",
-    "model.recompute=fully": "got \"fully\", must be 'none', 'selective' or 'full'; write",
-    'model.rope_scaling={rule="llama3",factor=8,low_freq_factor=8}': (
-        "model.rope_scaling.high_freq_factor: got 4.0, must be greater than low_freq_factor 8"
-    ),
-    # the optimizer and its rates
-    "optimizer.min_lr=0.1": "got 0.1, must be at most lr 0.001; write min_lr = 0.0001",
-    "lr_schedule.warmup_steps=101": "must be at most training.steps 100; write warmup_steps = 10",
-    "lr_schedule.warmup_steps=30 lr_schedule.decay_steps=71": (
-        "got 71, but warmup_steps 30 + decay_steps 71 exceeds training.steps 100; write a smaller warmup_steps or"
-    ),
-    "lr_schedule.decay_style=wsd": "lr_schedule.decay_steps: not set, but .. needs .. ; write decay_steps = 20",
-    "optimizer.name=muon optimizer.muon.ns_table=[[1.0,2.0,3.0],[1.0,2.0,3.0]] optimizer.muon.ns_steps=1": (
-        "got 1, but ns_table has 2 turns; write ns_steps = 2"
-    ),
-    'optimizer.groups=[{pattern="x",momentum=0.5}]': "got 0.5, but the optimizer adamw has no momentum; leave it out",
-    'optimizer.name=nag optimizer.groups=[{pattern="y"},{pattern="x",betas=[0.9,0.5]}]': (
-        "optimizer.groups[1].betas: got [0.9, 0.5], but the optimizer nag has no betas; leave it out"
-    ),
-    'optimizer.name=nag optimizer.groups=[{pattern="x",momentum=0.99}] optimizer.nag.state_dtype=bf16': (
-        'got "bf16", but at momentum 0.99 BF16 rounds away what moves; write state_dtype = "fp32", or momentum = 0.9'
-    ),
-    "optimizer.schedules.momentum.end=0.5": "got a table, but the optimizer adamw has no momentum; leave it out",
-    "optimizer.schedules.beta2.end=1.0": "got 1.0, must be at least 0 and less than 1; write for example end = 0.0",
-    "optimizer.schedules.weight_decay={start=-1.0,warmup_steps=5}": (
-        "optimizer.schedules.weight_decay.start: got -1.0, must be at least 0; write for example start = 0.0"
-    ),
-    "optimizer.schedules.weight_decay.decay_steps=5": "got 5, but end is not set; write for example end = 0.0",
-    "optimizer.schedules.beta1.start=0.5": "got a table, but start and warmup_steps go together; write both, such as",
-    "optimizer.schedules.beta1={start=0.5,warmup_steps=60,end=0.5,decay_steps=41}": "exceed training.steps 100; write",
-    # precision
-    "precision.dtype=fp16 precision.loss_scale.rule=off": 'got "off", but .. ; write rule = "auto", or dtype =',
-    "precision.reduce_dtype=fp32": 'adds no information; write reduce_dtype = "half_fp32_sum", or grad_dtype = "fp32"',
-    "precision.grad_dtype=fp32 precision.reduce_dtype=half_fp32_sum": 'are FP32 .. write reduce_dtype = "fp32"',
-    "precision.dtype=fp32 precision.reduce_dtype=half": 'FP32 with dtype = "fp32" and grad_dtype = "half"; write redu',
-    f"precision.dtype=fp16 precision.loss_scale.min_scale={2.0**33}": "loss_scale.min_scale: got .. at most max_scale",
-    f"precision.dtype=fp16 precision.loss_scale.init_scale={2.0**33}": "max_scale 4294967296.0; write init_scale = 42",
-    "precision.dtype=fp16 precision.loss_scale.init_scale=0.5": "must lie from min_scale 1.0 .. write init_scale = 1.0",
-    "precision.dtype=fp16 precision.fp8.recipe=rowwise": 'in BF16 alone; write recipe = "tensorwise" or precision.dty',
-    "precision.dtype=fp32 precision.fp8.recipe=tensorwise": "but products of FP32 stay FP32; write precision.dtype =",
-    "precision.fp8.recipe=rowwise model.seq_len=9 precision.fp8.weight_grad=fp8": "sums over the 36 tokens of a rank's",
-    "precision.fp8.recipe=rowwise parallelism.cp_size=4 precision.fp8.weight_grad=fp8": "sums over the 8 tokens of a ",
-    # batches and length
-    "training.global_batch_size=18": "must be a multiple of micro_batch_size 4; write global_batch_size = 20",
-    "training.batch_ramp=[[0,8],[5,10],[9,16]]": "got 10, must be .. ; write batch_ramp[1][1] = 12",
-    "training.batch_ramp=[[0,8]]": "training.global_batch_size: got 16, must be the last size of batch_ramp; write",
-    "training.batch_ramp=[[1,16]]": "got [[1, 16]], must have update 0 in its first pair",
-    "training.batch_ramp=[[0,8],[0,16]]": "got .. in each other one a later update than before",
-    "training.tokens=20B": 'got "20B", must be a whole number; write for example tokens = 20000000000',
-    "lr_schedule.warmup_tokens=5": "where training.tokens = 0; write training.tokens = 20000000000, or leave",
-    "training.tokens=100 lr_schedule.warmup_tokens=200": "must be at most training.tokens 100; write warmup_tokens =",
-    "profiling.num_steps=5 profiling.start_step=98": "got 98, with num_steps it ends at 103, training.steps is 100",
-    # overrides
-    "lr=3": 'got "lr=3" as an override, must be section.key=value; write for example optimizer.lr=3e-4',
-    "=3": ': got "=3" as an override',
-    "optimizer.=3": 'got "optimizer.=3" as an override',
-    f"optimizer.lr={'1' * 5000}": 'optimizer.lr: got "11 .. ..., must be a number; write for example lr = 0.0003',
-}
 
 IN, OUT = "--input texts", "--output out"
 MODELS = "give a run that has saved, a checkpoint, or a Hugging Face folder"
@@ -317,12 +172,10 @@ WRONG_COMMANDS = {
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A user's working folder; `job.toml` and `good.toml` in it are right, and `job.toml` would train."""
+    """A user's working folder; `job.toml` in it is right, and would train."""
     folder = tmp_path_factory.mktemp("place")
     write_data(folder / "data", tokenizer=True)
-    without_valid = GOOD | {"data": {"train": GOOD["data"]["train"]}}
     files = {
-        "good.toml": "\n".join(f"{name} = {value_text(keys)}" for name, keys in without_valid.items()),
         "job.toml": tiny_job(Path()).text, "job.yaml": "model:\n  size: 3\n", "half.toml": "model = fp16",
         "file": "", "texts/a.txt": "plain words " * 99, "theirs/thesis.tex": "", "mine/config.toml": "",
         "broken/config.json": "{", "broken/tokenizer.json": "{}", "ran/metrics.jsonl": "", "lonely.bin": "",
@@ -355,26 +208,6 @@ def refusal(place, monkeypatch, capsys):
 
 def match(want, said):
     assert re.search(".*".join(map(re.escape, want.split(" .. "))), said, re.DOTALL), said
-
-
-# Here "write for example" fits a model of more layers, or other values beside it.
-EXAMPLE_FITS_OTHERS = ("recompute.full", "high_freq_factor", "loss_scale.min_scale", "batch_ramp")
-
-
-@pytest.mark.parametrize("words", WRONG_SETTINGS)
-def test_a_wrong_setting_is_told_with_a_fix_that_works(refusal, words):
-    show = ["config", "good.toml", "--show", *words.split()]
-    said = refusal(show)
-    assert said.startswith("megamix config: good.toml: 1 problem\n  ")
-    (problem,) = said.splitlines()[1:]
-    match(WRONG_SETTINGS[words], problem)
-    field, fix = problem.split(": ")[0].strip(), problem.rpartition("; ")[2]
-    assert field.partition("[")[0] in words.split()[-1] or field in WRONG_SETTINGS[words]
-    written = re.match(r"write (?:for example )?([\w.]+) = (.+?)(?=,? or |$)", fix)
-    if written and "[" not in field and not field.endswith(EXAMPLE_FITS_OTHERS):
-        name, value = written.groups()
-        key = name if "." in name else f"{field.rpartition('.')[0]}.{name}"
-        assert main([*show, f"{key}={value}"]) == 0
 
 
 @pytest.mark.parametrize("words", WRONG_COMMANDS)

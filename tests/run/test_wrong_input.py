@@ -1,5 +1,5 @@
 """Whoever mistypes a job: a check says what the job would do, and refuses what the start would refuse, before any time
-is spent; torch is not imported. The messages themselves stand in tests/config/test_errors.py.
+is spent; torch is not imported. The messages themselves stand in tests/refusals and tests/config/test_errors.py.
 """
 
 import re
@@ -119,27 +119,6 @@ def test_a_run_goes_on_without_the_checkpoint_that_it_began_from_however_its_pat
     monkeypatch.chdir(folder)
     resume = f"checkpoint.resume=./{begun.relative_to(folder)}"
     assert main(["train", str(config), "--check", resume]) == 0
-
-
-# Changes with which a start refuses to go on, and the words of --check on each.
-CHANGES = {
-    "model.hidden_size=48 training.seed=3": (
-        "job.toml: 2 problems", "model.hidden_size: the checkpoint has 32, the configuration 48", "training.seed: the",
-    ),
-    "data.train={folder}/data/valid": ("job.toml: 1 problem", "data.train: holds other data than when"),
-    "training.steps=5": ("training.steps: got 5, but {folder}/run/checkpoints/step_00000007 is after update 7; write",),
-    "checkpoint.resume={folder}/nowhere": ("checkpoint.resume: {folder}/nowhere is no checkpoint; write auto",),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("changed", CHANGES)
-def test_a_check_refuses_to_go_on_where_the_start_does(job, capsys, changed):
-    folder, config = job
-    _save(folder, "run", 7)
-    assert main(["train", str(config), "--check", *changed.format(folder=folder).split()]) == 2
-    said = capsys.readouterr().err
-    for part in CHANGES[changed]:
-        assert part.format(folder=folder) in said
 
 
 def test_a_check_refuses_a_folder_that_a_job_holds_and_leaves_a_dead_one_s_lock(job, capsys):
