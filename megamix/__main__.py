@@ -1,15 +1,14 @@
 """`python -m megamix` is the `megamix` command."""
 
-import signal
 import sys
 
-# Ctrl-C while a rank loads its modules leaves no traceback: nothing has begun. The run then handles the signal itself;
-# other verbs do so from their beginning on. nohup's choice stays.
-if sys.argv[1:2] == ["train"] and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+from megamix.signals import ctrl_c_kills
+
+if sys.argv[1:2] == ["train"]:  # until the run notes signals; other verbs do so from their beginning on
+    ctrl_c_kills()
 
 try:
-    from megamix.cli import main  # see above
+    from megamix.cli import main
     from megamix.supervise.console import end_process
 except ModuleNotFoundError as error:
     if (error.name or "").startswith("megamix"):

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from megamix.arguments import Parser
 from megamix.config import ConfigError, override_meant
-from megamix.interrupt import INTERRUPTED, Interrupt
 from megamix.plugins import PluginError, import_plugins
+from megamix.signals import INTERRUPTED, CtrlC
 from megamix.supervise.console import drop_unwritten, open_streams, say, say_on_first_rank, say_unless_first_did
 from megamix.supervise.status import EndedEarlyError
 
@@ -79,17 +79,17 @@ def main(argv: Sequence[str] | None = None, run: Callable[[argparse.Namespace], 
         say(_parser(argv).format_help().rstrip(), sys.stderr)
         return 2
     arguments = argparse.Namespace(verb="")
-    with Interrupt() as interrupt:
+    with CtrlC() as ctrl_c:
         try:
             arguments = _parse(argv)
             if arguments.verb == "train":
-                interrupt.end()  # a run takes signals as its launcher does
+                ctrl_c.end()  # a run takes signals as its launcher does
             import_plugins(arguments.plugins)
             status: int | None = (run or arguments.run)(arguments)
         except (ConfigError, EndedEarlyError, PluginError) as error:
             return _say_error(arguments, error)
         except BaseException:
-            if not interrupt.seen:
+            if not ctrl_c.seen:
                 raise
             return _say_interrupted(argv)
         finally:

@@ -6,16 +6,14 @@ The script has judged NNODES and NPROC_PER_NODE. Mistakes in the configuration a
 mistakes in files and numbers of ranks before any rank starts.
 """
 
-import os
-import signal
+from megamix.signals import PREEMPTED, ctrl_c_kills, signals_passed_on, sigterm_and_sigusr1_end
 
 if __name__ == "__main__":
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while the modules load leaves no traceback
-    for number in (signal.SIGTERM, signal.SIGUSR1):  # a scheduler's, which may come before the modules are loaded
-        signal.signal(number, lambda number, frame: os._exit(75))
+    ctrl_c_kills()
+    sigterm_and_sigusr1_end()
 
 import argparse
+import os
 import shlex
 import sys
 from collections.abc import Callable
@@ -27,7 +25,8 @@ from megamix.config import ConfigError
 from megamix.machine import many_imports
 from megamix.run.run_folder import what_is_kept
 from megamix.supervise.console import end_process, say, say_phase
-from megamix.supervise.launch import PREEMPTED, signals_passed_on, start_ranks
+from megamix.supervise.launch import start_ranks
+from megamix.supervise.processes import children_of
 from megamix.supervise.status import EXIT_STATUS
 from megamix.train import command
 
@@ -45,7 +44,7 @@ def _pretrain(options: list[str], job: list[str], arguments: argparse.Namespace)
     tell: Callable[[str], None] = say if arguments.check else lambda line: None  # the ranks print these lines
     say_phase("checking the job")
     config = command.job_of(arguments, tell)
-    with signals_passed_on() as request:
+    with signals_passed_on(children_of) as request:
         ranks = int(os.environ.get("NPROC_PER_NODE") or 0) or max(1, _gpus())
         # Both sizes are the whole job's; torchrun tells each rank its own. No node is ahead of the others: the run's
         # folder is claimed only when all ranks have met.

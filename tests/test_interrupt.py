@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megamix.cli import VERBS, main
-from megamix.interrupt import starts_deaf
+from megamix.signals import starts_deaf
 from megamix.supervise.processes import process_start
 from megamix.tools import ranks
 

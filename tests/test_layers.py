@@ -16,7 +16,7 @@ PACKAGE = ROOT / "megamix"
 # `tools` and `tools.verify` are empty `__init__.py`; `command` is each room's command.py, `__init__` the facade, which
 # nobody inside imports.
 LAYERS = [
-    "axes clock tuned durable git_lfs interrupt live_storage values machine names progress schedules settings starter"
+    "axes clock tuned durable git_lfs live_storage values machine names progress schedules settings signals starter"
     " tools tools.verify",
     "beside plugins comm",
     "config mixed_precision data",

@@ -8,7 +8,7 @@ import signal
 
 import pytest
 
-from megamix.supervise.status import NOTED
+from megamix.signals import NOTED
 from tests.sandbox import ROOT, Sandbox
 
 SCONTROL = """#!/bin/bash

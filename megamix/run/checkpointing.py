@@ -16,8 +16,9 @@ from megamix.mixed_precision.engine import ShardedEngine
 from megamix.run.copies import Copier, takes_of
 from megamix.run.resume import Resume
 from megamix.run.run_record import Progress
+from megamix.signals import SAVE_FAILED, LeaveRequest
 from megamix.supervise.console import Console
-from megamix.supervise.status import SAVE_FAILED, LeaveRequest, SaveFailedError
+from megamix.supervise.status import SaveFailedError
 
 COPIES_S = 600.0  # most seconds at the end of a run for copies of its checkpoints
 _TICK_S = 0.2  # seconds between two signs that a rank waits for copies

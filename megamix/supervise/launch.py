@@ -8,40 +8,21 @@ This launcher handles the signals itself: it sends each signal to the ranks, and
 of one machine meet in a store through which nobody else can run code in them.
 """
 
-import contextlib
 import logging
-import math
-import os
-import resource
-import select
 import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from megamix.config import ConfigError
 from megamix.machine import has_gpu, kernel_kills, memory_for_each
+from megamix.signals import NOTED, PREEMPTED, LeaveRequest, signals_passed_on
 from megamix.supervise.console import drop_unwritten, open_streams, say
 from megamix.supervise.processes import children_of
-from megamix.supervise.status import (
-    NO_MEMORY,
-    NOTED,
-    SHUTDOWN_VARIABLE,
-    LeaveRequest,
-    NoAnswerError,
-    PreemptedError,
-    noted_signals,
-)
+from megamix.supervise.status import NO_MEMORY, NoAnswerError
 
-PREEMPTED = PreemptedError.exit_status
 # Lines of torchrun that say nothing new: a rank has printed the reason for its exit status, or this launcher names the
 # signal that killed it.
 _SAID = ("failed (exitcode: ", "Sending process")
-# Seconds from a signal until the ranks are killed. torchrun's default, 30 s, may be less than a save takes. A long
-# limit does no harm: a scheduler kills this process by a limit of its own, and the ranks end a hang by themselves.
-SHUTDOWN_S = 3600
 # torchrun must handle at least one signal, and ends by it. This one would end the launcher anyway.
 _LEFT_TO_TORCHRUN = "SIGUSR2"
 
@@ -53,7 +34,7 @@ def launch(arguments: list[str]) -> int:
     rank; PREEMPTED if a signal to leave killed the ranks directly, or if their grace period was over; 2 if the machines
     cannot meet, 1 if machine 0 does not listen in time.
     """
-    with signals_passed_on() as request:
+    with signals_passed_on(children_of) as request:
         return start_ranks(arguments, request)
 
 
@@ -102,74 +83,6 @@ def _tell_plan(arguments: list[str]) -> None:
     if [args.training_script, *args.training_script_args[:1]] == ["megamix", "train"]:
         plan = ["megamix", "plan", *args.training_script_args[1:], world, *([] if has_gpu() else of_cpu)]
         subprocess.run([sys.executable, "-m", *plan], stdout=sys.stderr, check=False)
-
-
-@contextmanager
-def signals_passed_on() -> Iterator[LeaveRequest]:
-    """Send each signal on to the ranks, at once, until the end of the block. Without ranks a signal ends this process
-    with PREEMPTED. After the block signals stay ignored: the ranks have ended, and nothing may replace their status,
-    not even while Python ends.
-
-    A thread that the system wakes sends the signals. The main thread may wait within torch for minutes, for instance
-    for another node, and Python runs no handler then.
-    """
-    # The ranks read the limit from the environment: they must not begin a save that takes longer.
-    request = LeaveRequest(float(os.environ.setdefault(SHUTDOWN_VARIABLE, str(SHUTDOWN_S))))
-    wake, woken = os.pipe()[::-1]
-    os.set_blocking(wake, False)
-    before_fd = signal.set_wakeup_fd(wake)
-    numbers = noted_signals()
-    for number in numbers:
-        signal.signal(number, lambda number, frame: None)
-    thread = threading.Thread(target=_pass_on, args=(woken, request, _faults_of_the_ended()), daemon=True)
-    thread.start()
-    try:
-        yield request
-    finally:
-        for number in numbers:
-            signal.signal(number, signal.SIG_IGN)
-        signal.set_wakeup_fd(before_fd)
-        os.close(wake)  # ends the thread
-        thread.join()
-        os.close(woken)
-
-
-def _pass_on(woken: int, request: LeaveRequest, faults: int) -> None:
-    """Send each signal that the pipe `woken` announces to the ranks. Kill the ranks at the end of the request's grace
-    period.
-
-    If no rank has started, the launcher ends here. If the ranks have ended already, this function continues, because
-    the main thread is about to return their exit status. `faults`: `_faults_of_the_ended()` before the ranks started.
-    """
-    while True:
-        left_s = request.left_s()
-        readable, _, _ = select.select([woken], [], [], None if math.isinf(left_s) else max(0.1, left_s))
-        if not readable:
-            _send(signal.SIGKILL)
-            continue
-        told = os.read(woken, 64)
-        if not told:
-            return
-        for number in told:
-            if number in NOTED:  # other signals are left to torchrun and Python
-                request.ask(number)
-                if not _send(number) and _faults_of_the_ended() == faults:
-                    say("megamix: interrupted before any rank had started; the same command starts again", sys.stderr)
-                    os._exit(PREEMPTED)
-
-
-def _send(number: int) -> bool:
-    """Send a signal to every rank. Return whether there was any rank."""
-    ranks = children_of(os.getpid())
-    for rank in ranks:
-        with contextlib.suppress(ProcessLookupError):  # the rank has just ended
-            os.kill(rank, number)
-    return bool(ranks)
-
-
-def _faults_of_the_ended() -> int:
-    """Return the page faults of all children that have ended. The number changes when another child ends."""
-    return resource.getrusage(resource.RUSAGE_CHILDREN).ru_minflt
 
 
 if __name__ == "__main__":

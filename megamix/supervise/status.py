@@ -1,5 +1,5 @@
-"""The request to leave, and the end of a run: signals that are only noted, `status.json`, and the exit status. By
-status and exit status a scheduler or a person decides whether to start the run again.
+"""The end of a run: its error, `status.json`, and the exit status. By status and exit status a scheduler or a person
+decides whether to start the run again.
 
 The file is needed beside the exit status: plain torchrun ends with 1 if a rank fails, and a killed process chooses no
 exit status. This module imports no torch.
@@ -8,28 +8,24 @@ exit status. This module imports no torch.
 import datetime
 import functools
 import json
-import math
 import os
-import signal
 import socket
 import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 from typing import Literal, NamedTuple
 
 from megamix.config import ConfigError
 from megamix.durable import write_text
+from megamix.signals import PREEMPTED, SAVE_FAILED, reason_words
 from megamix.supervise.console import say
 
 STATUS = "status.json"
 
 State = Literal["running", "finished", "preempted", "failed", "gave_up"]
 
-# 75 is EX_TEMPFAIL of sysexits.h, "try again later"; 2 is taken by wrong input, which starts no run.
-EXIT_STATUS: dict[State, int] = {"finished": 0, "failed": 1, "gave_up": 3, "preempted": 75}  # "running" has none
+# 2 is taken by wrong input, which starts no run. "running" has no exit status.
+EXIT_STATUS: dict[State, int] = {"finished": 0, "failed": 1, "gave_up": 3, "preempted": PREEMPTED}
 WRONG_INPUT = ConfigError.exit_status  # a run that has begun may end with 2, too; its state is then `failed`
 
 
@@ -198,82 +194,8 @@ class RunStatus:
         write_text(self.folder / STATUS, json.dumps(values, indent=2) + "\n")
 
 
-# SIGHUP: the terminal was closed, or the connection to it was lost. SIGQUIT: Ctrl-\\; it dumps no core here.
-_PRESSING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # the launcher kills some time after these
-NOTED = (*_PRESSING, signal.SIGUSR1)
-PARENT_DIED, SAVE_FAILED = 256, 257  # reasons beside the signals' numbers
-SHUTDOWN_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # torchrun's own variable, which our launcher sets
-
-
-class LeaveRequest:
-    """Holds whether this rank was asked to leave, and why: `reason` is 0, a signal's number, PARENT_DIED or
-    SAVE_FAILED. The first reason stays.
-
-    `shutdown_s`: seconds after any signal but SIGUSR1 until the launcher kills its ranks; inf: never.
-    """
-
-    def __init__(self, shutdown_s: float = math.inf, now_s: Callable[[], float] = time.monotonic) -> None:
-        self.reason = 0
-        self._shutdown_s, self._now_s = shutdown_s, now_s
-        self._end_s = math.inf
-
-    def ask(self, reason: int) -> None:
-        self.reason = self.reason or reason
-        if reason in _PRESSING:  # even after a SIGUSR1, which sets no limit itself
-            self._end_s = min(self._end_s, self._now_s() + self._shutdown_s)
-
-    def left_s(self) -> float:
-        """Return the seconds until the launcher kills this rank."""
-        return self._end_s - self._now_s()
-
-
-def shutdown_s(launched: bool) -> float:
-    """Return the seconds that a launcher waits after SIGTERM: 30 unless the environment says otherwise; inf without a
-    launcher.
-    """
-    return float(os.environ.get(SHUTDOWN_VARIABLE, "30")) if launched else math.inf
-
-
-def noted_signals() -> list[signal.Signals]:
-    """Return the signals to note in this process. SIGHUP is left out if it is ignored, as under nohup: such a run
-    outlives its terminal.
-    """
-    return [number for number in NOTED if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
-
-
-@contextmanager
-def signals_noted(*, launched: bool = False) -> Iterator[LeaveRequest]:
-    """Note signals until the end of the block. The handler only notes the request, and training ends at its next
-    update. The handler must not do more, because it may run in the middle of anything, even of a save. A third SIGINT
-    raises KeyboardInterrupt.
-
-    Only the main thread may call it. `launched`: whether a launcher ends this process some time after a signal.
-    """
-    request = LeaveRequest(shutdown_s(launched))
-    interrupts = 0
-
-    def note(number: int, frame: FrameType | None) -> None:
-        nonlocal interrupts
-        request.ask(number)
-        interrupts += number == signal.SIGINT
-        if interrupts == 3:  # a person at the terminal has lost patience
-            raise KeyboardInterrupt
-
-    before = {number: signal.signal(number, note) for number in noted_signals()}
-    try:
-        yield request
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def leaves(reason: int, applied: int, steps: int) -> EndedEarlyError:
     """Return the error with which a run leaves for this reason, after update `applied` of `steps`."""
     if reason == SAVE_FAILED:
         return SaveFailedError(f"ended after update {applied}: {reason_words(reason)}, see the log")
     return PreemptedError(f"asked to stop ({reason_words(reason)}): ended after update {applied} of {steps}")
-
-
-def reason_words(reason: int) -> str:
-    ours = {PARENT_DIED: "a launcher died", SAVE_FAILED: "a checkpoint could not be saved"}
-    return ours.get(reason) or signal.Signals(reason).name

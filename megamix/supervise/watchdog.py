@@ -29,14 +29,13 @@ from torch.distributed import DistNetworkError
 from megamix.comm.host import tell_collectives
 from megamix.config import ConfigError
 from megamix.data.steady_file import DataError
+from megamix.signals import PARENT_DIED, LeaveRequest
 from megamix.supervise.console import drop_unwritten, say
 from megamix.supervise.liveness import EndReason, Position, RollCall, Sign, names
 from megamix.supervise.status import (
     NO_MEMORY,
-    PARENT_DIED,
     WRONG_INPUT,
     EndedEarlyError,
-    LeaveRequest,
     NoMemoryError,
     PeerLostError,
     RunStatus,

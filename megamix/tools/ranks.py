@@ -28,7 +28,7 @@ from typing import Any, Self, TypeVar
 import torch
 import torch.distributed as dist
 
-from megamix.interrupt import starts_deaf, stay_deaf
+from megamix.signals import starts_deaf, stay_deaf
 from megamix.supervise.rendezvous import keep_to_loopback
 
 T = TypeVar("T")

@@ -15,17 +15,16 @@ from megamix.comm.collectives import make_collectives
 from megamix.comm.topology import NotMetError, Topology, leave_ranks, local_device, meet_ranks
 from megamix.config import ConfigError, ParallelismConfig, axis_sizes
 from megamix.run.ranks_agree import KnownData, known_data
+from megamix.signals import LeaveRequest, signals_noted
 from megamix.supervise.console import say, say_phase
 from megamix.supervise.run_lock import HeldError
 from megamix.supervise.status import (
     EndedEarlyError,
-    LeaveRequest,
     NoAnswerError,
     NoMemoryError,
     PeerLostError,
     StuckError,
     WrongDataError,
-    signals_noted,
 )
 
 

@@ -24,9 +24,10 @@ from megamix.report.rank_times import RankTimes
 from megamix.run.batch_plan import Attempt, BatchPlan, Fate, GlobalBatch
 from megamix.run.results import write_results
 from megamix.run.run_record import Progress
+from megamix.signals import LeaveRequest
 from megamix.supervise.console import folded, format_scale
 from megamix.supervise.liveness import Position
-from megamix.supervise.status import EndedEarlyError, LeaveRequest, PreemptedError, SaveFailedError, leaves
+from megamix.supervise.status import EndedEarlyError, PreemptedError, SaveFailedError, leaves
 from megamix.train.batches import Validation
 from megamix.train.job import Job
 

@@ -17,7 +17,8 @@ from safetensors.torch import load_file
 from megamix.checkpoint.folder import CHECKPOINTS, Files
 from megamix.comm.topology import Topology
 from megamix.hub.source import open_source
-from megamix.supervise.status import EndedEarlyError, LeaveRequest
+from megamix.signals import LeaveRequest
+from megamix.supervise.status import EndedEarlyError
 from megamix.train import ranks
 from tests.builders import EXPERTS, tiny_job
 from tests.train.recorded import run_recorded

@@ -5,8 +5,9 @@ import json
 import pytest
 
 from megamix.cli import main
+from megamix.signals import LeaveRequest
 from megamix.supervise.liveness import Position
-from megamix.supervise.status import LeaveRequest, RunStatus
+from megamix.supervise.status import RunStatus
 from megamix.supervise.watchdog import Watchdog
 
 SUM, GATHER = "gloo:all_to_all", "gloo:all_gather"

@@ -14,10 +14,10 @@ import pytest
 from torch.distributed.elastic.multiprocessing import api
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from megamix.signals import NOTED, SHUTDOWN_VARIABLE
 from megamix.supervise import rendezvous
 from megamix.supervise.launch import launch
 from megamix.supervise.processes import children_of
-from megamix.supervise.status import NOTED, SHUTDOWN_VARIABLE
 from megamix.tools.ranks import DEADLINE_S
 
 

@@ -23,16 +23,16 @@ from megamix.data.loader import BatchLoader
 from megamix.run import checkpointing
 from megamix.run.batch_plan import BatchPlan
 from megamix.run.checkpointing import RunCheckpoints
-from megamix.supervise.status import (
+from megamix.signals import (
     NOTED,
     PARENT_DIED,
     SHUTDOWN_VARIABLE,
     LeaveRequest,
-    PreemptedError,
     reason_words,
     shutdown_s,
     signals_noted,
 )
+from megamix.supervise.status import PreemptedError
 from megamix.train import ranks
 from megamix.train.trainer import Trainer
 from tests.builders import EXPERTS, run_on_ranks, tiny_job

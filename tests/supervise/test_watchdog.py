@@ -31,10 +31,11 @@ from megamix.comm.topology import Topology
 from megamix.data.loader import BatchLoader
 from megamix.model.transformer import Block
 from megamix.parallel.stages import Stage
+from megamix.signals import LeaveRequest
 from megamix.supervise import watchdog
 from megamix.supervise.liveness import EndReason, Position, RollCall, Sign
 from megamix.supervise.processes import process_start
-from megamix.supervise.status import LeaveRequest, RunStatus
+from megamix.supervise.status import RunStatus
 from megamix.supervise.watchdog import Watchdog
 from megamix.tools.ranks import DEADLINE_S
 from tests.builders import tiny_job, write_data

@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 import megamix.train.command  # noqa: F401  # else each rank would import it anew
 from megamix.cli import main
-from megamix.interrupt import stay_deaf
 from megamix.run.batch_plan import BatchPlan
+from megamix.signals import stay_deaf
 from megamix.supervise import watchdog
 from megamix.tools.ranks import DEADLINE_S, forkserver
 from tests.conftest import FULL

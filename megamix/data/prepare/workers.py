@@ -15,7 +15,7 @@ from typing import IO, Any
 from megamix.data.prepare.pieces import EncodingJob, PieceReport, encode_piece, opened_tokenizer
 from megamix.data.prepare.plan import CorpusPiece
 from megamix.durable import lock_file
-from megamix.interrupt import starts_deaf, stay_deaf
+from megamix.signals import starts_deaf, stay_deaf
 
 _LOCK_NAME = "workers.lock"
 

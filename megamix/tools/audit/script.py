@@ -14,6 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
+from megamix.signals import sigterm_noted
 from megamix.tools.audit.facts import Note
 from megamix.tools.audit.report import AuditReport
 
@@ -45,9 +46,7 @@ def audit_script(command: Sequence[str], updates: int, *, quiet: bool = False) -
             "MEGAMIX_AUDIT_PATH": str(Path(__file__).parents[3]),
             "MEGAMIX_AUDIT_UPDATES": str(updates),
         }
-        asked = list[int]()  # SIGTERM is only noted, for it may come before the child is known
-        others = signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
-        stack.callback(signal.signal, signal.SIGTERM, others)
+        asked = stack.enter_context(sigterm_noted())  # it may come before the child is known
         # A session of its own, so that all its processes can be ended together.
         child = subprocess.Popen(
             command, env=os.environ | added, stdout=sys.stderr if quiet else None, start_new_session=True

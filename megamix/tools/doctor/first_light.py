@@ -24,6 +24,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
+from megamix.signals import end_noted
 from megamix.supervise.console import say
 from megamix.supervise.processes import children_of
 from megamix.tools.doctor.finding import Finding
@@ -128,9 +129,7 @@ def page(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 def run(folder: Path, only: Sequence[str], limit_s: float, *, on_gpu: bool) -> int:
     """Run the parts named `only` within `limit_s`, and print the page. Return 1 if anything is wrong, else 0."""
     folder.mkdir(parents=True, exist_ok=True)
-    results, end_s, over = LightResults(folder, only), time.monotonic() + limit_s, threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, frame: over.set())
+    results, end_s, over = LightResults(folder, only), time.monotonic() + limit_s, end_noted()
     with (folder / LOG).open("ab") as log, TemporaryDirectory(dir=folder) as place:
         for part in [part for part in parts(on_gpu=on_gpu) if part.name in only]:
             begun_s, ended = time.monotonic(), _NO_TIME

@@ -21,7 +21,7 @@ import torch
 
 from megamix.config import config_from_dict
 from megamix.model.fp8 import FP8_CAPABILITY
-from megamix.supervise.launch import PREEMPTED
+from megamix.signals import PREEMPTED
 from megamix.tools.bench.sides import SIZES, ByHand, Engine, Ours, Work, fitted, half_of
 from megamix.tools.doctor.finding import Finding, expected, found, not_here
 from megamix.tools.doctor.first_light import end_tree, start

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import signal
-import sys
 from collections.abc import Iterator, Sequence
 
 from megamix.arguments import Parser, add_config, check_plugins, print_lines
 from megamix.config import load_config
 from megamix.progress import ProgressLine
+from megamix.signals import sigterm_unwinds
 from megamix.tools.verify.core.layout import parse_layouts
 from megamix.tools.verify.core.own_size import at_own_size
 
@@ -44,14 +43,9 @@ def _steps(text: str) -> int:
 
 def run_verify(arguments: argparse.Namespace) -> int:
     _refuse_idle(arguments)
-    # At a SIGTERM the ranks end, too, and leave nothing behind.
-    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    try:
-        with ProgressLine("megamix verify") as arguments.progress:
-            lines = _trainer_lines(arguments) if arguments.trainer else _config_lines(arguments)
-            return 0 if print_lines(lines, arguments.progress) else 1
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    with sigterm_unwinds(), ProgressLine("megamix verify") as arguments.progress:  # its ranks leave nothing behind
+        lines = _trainer_lines(arguments) if arguments.trainer else _config_lines(arguments)
+        return 0 if print_lines(lines, arguments.progress) else 1
 
 
 def _refuse_idle(arguments: argparse.Namespace) -> None:

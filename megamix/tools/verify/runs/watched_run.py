@@ -26,7 +26,8 @@ from megamix.data.token_file import TokenFileWriter
 from megamix.mixed_precision.step import StepResult
 from megamix.parallel.micro_batch_runner import MicroBatch
 from megamix.run.batch_plan import Attempt, GlobalBatch
-from megamix.supervise.status import LeaveRequest, PreemptedError
+from megamix.signals import LeaveRequest
+from megamix.supervise.status import PreemptedError
 from megamix.tools.verify.core.layout import Layout
 from megamix.tools.verify.core.observed_step import ObservedStep, Poison, UsedValues, observed, rank_device
 from megamix.train.job import Job
