@@ -12,7 +12,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from megamix.report.metrics import TAGS, StepMetrics, format_lines
+from megamix.report.interval_report import StepMetrics
+from megamix.report.metrics import TAGS, format_lines
 
 DOCS = Path(__file__).parent
 RUNS = [DOCS / "example_runs/quickstart", DOCS / "example_runs/quickstart_adamw"]
@@ -45,7 +46,7 @@ def _lines_of_steps(run: Path) -> dict[int, list[str]]:
 
 
 def _metrics(row: dict[str, Any]) -> StepMetrics:
-    return StepMetrics(**{field.name: row[TAGS[field.name]] for field in fields(StepMetrics)})
+    return StepMetrics(**{field.name: row.get(TAGS[field.name]) for field in fields(StepMetrics)})
 
 
 def with_console(page: str, parts: tuple[tuple[int, int], ...]) -> str:

@@ -1,6 +1,7 @@
 """Reports of a run, while it trains and afterwards.
 
-interval_report  from values of single steps to a log interval's report
+interval_report  the metrics of every run: their declarations, and their values of a log interval
+readout          what is read of single steps, on the host
 log_file         log file whose disk errors never end the run
 ledger           seconds of a start by what they went into
 journal          events of a run, and the sign of life of the start that runs

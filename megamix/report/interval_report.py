@@ -1,4 +1,6 @@
-"""Report of a log interval, made from the values of single steps; and FP16's range by layer, from an examined step."""
+"""The metrics of every run: StepMetrics declares each, with its tag and its words in the log; IntervalReport computes
+them from a log interval. This module imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -6,103 +8,75 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from functools import cached_property
-from typing import NamedTuple
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-from torch import Tensor
+from megamix.supervise.console import format_scale
 
-from megamix.clock import Clock
-from megamix.comm.collectives import Collectives
-from megamix.comm.host import gather_json, host_collectives
-from megamix.comm.topology import Topology
-from megamix.inspect.culprits import headroom, peaks_by_param
-from megamix.inspect.records import gather_recorded
-from megamix.machine import peak_resident
-from megamix.mixed_precision.engine import ShardedEngine
-from megamix.mixed_precision.examination import EXPONENT_BIAS, layer_of
-from megamix.mixed_precision.step import Examination, Recorded, StepResult
-from megamix.model.sizes import dense_peak
-from megamix.report.metrics import FIRST_EXPONENT, LAST_EXPONENT, LayerPrecision, StepMetrics, recorded_tags
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megamix.clock import Clock
+    from megamix.mixed_precision.step import Recorded
+
+# Where a metric stands in the log: in each line; in a detailed line's second line, ahead of the others or among them;
+# in its third line, of shares of the time.
+EACH, AHEAD, VALUES, SHARES = range(4)
 
 
-def peak_memory_gib(device: torch.device) -> float:
-    """Return the peak of this rank's memory: allocated on its GPU, or resident on the host if it computes there."""
-    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_resident()
-    return peak / 2**30
+def _metric(
+    tag: str, place: int | None = None, words: Callable[[Any], str] = str, absent: str = "", *, of_scale: bool = False
+) -> Any:
+    """Declare a metric. `tag`: in metrics.jsonl and TensorBoard. `place`: None is in no line; those of one place stand
+    in the order of their declaration. `absent`: the words for None. `of_scale`: a run without a loss scale tells it
+    only once it is not 0.
+    """
+    return field(metadata={"tag": tag, "place": place, "words": words, "absent": absent, "of_scale": of_scale})
 
 
-class IntervalReport:
-    """Rates and shares of a log interval, from the wall time and the spans between two log lines."""
+def _scale(loss_scale: float) -> str:
+    return f"scale {format_scale(loss_scale)}"
 
-    def __init__(self, clock: Clock, tokens_left: Callable[[int], int], mfu_per_token_rate: float | None):
-        """Start the first interval.
 
-        `tokens_left`: the tokens of all updates after the first n. `mfu_per_token_rate`: operations per token / peak of
-        all ranks' devices; None if no peak is known.
-        """
-        self._clock, self._tokens_left = clock, tokens_left
-        self._mfu_per_token_rate = mfu_per_token_rate
-        clock.enabled = True
-        self._start_s = time.perf_counter()
-        self._launched = list[int]()  # tokens of each attempt of the interval so far
-        self._tokens_per_s = 0.0  # in the last interval
-        # Seconds of one attempt of the last interval, on average, and of each of its spans.
-        self._step_s, self.span_s = math.inf, dict[str, float]()
-        self.losses = list[float]()  # losses of the interval so far
-        self.tokens = 0  # tokens of all updates so far
+def _eta(seconds: float) -> str:
+    minutes, whole_seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"eta {hours}:{minutes:02}:{whole_seconds:02}"
 
-    def launched(self, tokens: int) -> None:
-        """Take an attempt of that many tokens into the interval's rates."""
-        self._launched.append(tokens)
 
-    def add(self, loss: float, tokens: int) -> None:
-        """Take an applied update's loss into the interval's mean. `tokens`: those of the update."""
-        self.losses.append(loss)
-        self.tokens += tokens
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMetrics:
+    """Metrics of one log interval, as of its last update."""
 
-    def metrics(
-        self, update: int, outcome: Outcome, skipped: int, *, scaled: bool, device: torch.device
-    ) -> StepMetrics:
-        """Return the metrics of the interval that ends with `update`, whose outcome is given.
+    loss: float = _metric("train/loss", EACH, "loss {:.4f}".format)  # nats per token
+    lr: float = _metric("optim/lr", EACH, "lr {:.2e}".format)
+    # Before clipping, without the loss scale.
+    grad_norm: float = _metric("optim/grad_norm", EACH, "grad_norm {:.3f}".format)
+    # None: the run has no loss scale.
+    loss_scale: float | None = _metric("optim/loss_scale", EACH, _scale)
+    # Attempts that overflowed, since the start of the run.
+    skipped_steps: int = _metric("optim/skipped_steps", VALUES, "overflows {}".format, of_scale=True)
+    tokens_per_s: float = _metric("throughput/tokens_per_s", EACH, "{:,.0f} tokens/s".format)  # tokens of all ranks
+    # 0 to 1. None: the device's peak is not known.
+    mfu: float | None = _metric("throughput/mfu", VALUES, "mfu {:.1%}".format, "mfu n/a")
+    memory_gib: float = _metric("memory/peak_gib", VALUES, "memory {:.2f} GiB".format)  # peak of this rank
+    # Shares of wall time, 0 to 1. A transfer's is the time for which the step waited, without what ran beside compute.
+    data_share: float = _metric("time_share/data", SHARES, "data {:.0%}".format)
+    forward_backward_share: float = _metric("time_share/forward_backward", SHARES, "fwd+bwd {:.0%}".format)
+    reduce_scatter_share: float = _metric("time_share/exposed_reduce_scatter", SHARES, "reduce-scatter {:.0%}".format)
+    update_share: float = _metric("time_share/update", SHARES, "update {:.0%}".format)
+    all_gather_share: float = _metric("time_share/exposed_all_gather", SHARES, "all-gather {:.0%}".format)
+    eta_s: float = _metric("time/eta_s", AHEAD, _eta)
 
-        `skipped`: overflowed so far. `scaled`: there is a loss scale.
-        """
-        if self._launched:  # at the end of a run two lines may be due at once; the second repeats the rates
-            now_s = time.perf_counter()
-            steps, took_s = len(self._launched), now_s - self._start_s
-            self._step_s, self._tokens_per_s = took_s / steps, sum(self._launched) / took_s
-            self.span_s = {name: span_s / steps for name, span_s in self._clock.read().items()}
-            self._start_s, self._launched = now_s, []
-        losses, self.losses = self.losses, []
-        return StepMetrics(
-            loss=math.fsum(losses) / len(losses),
-            lr=outcome.lr,
-            grad_norm=outcome.grad_norm,
-            loss_scale=outcome.loss_scale if scaled else None,
-            skipped_steps=skipped,
-            tokens_per_s=self._tokens_per_s,
-            mfu=None if self._mfu_per_token_rate is None else self._mfu_per_token_rate * self._tokens_per_s,
-            memory_gib=peak_memory_gib(device),
-            data_share=self._share("data"),
-            forward_backward_share=self._share("forward_backward"),
-            reduce_scatter_share=self._share("exposed_reduce_scatter"),
-            update_share=self._share("update") + self._share("exposed_agreement"),
-            all_gather_share=self._share("exposed_all_gather"),
-            eta_s=self._tokens_left(update) / self._tokens_per_s,
-        )
-
-    def pause(self) -> None:
-        """Leave the time from now until `resume` out of the interval: a validation, for example."""
-        self._paused_s = time.perf_counter()
-        self._clock.enabled = False
-
-    def resume(self) -> None:
-        self._start_s += time.perf_counter() - self._paused_s
-        self._clock.enabled = True
-
-    def _share(self, span: str) -> float:
-        return self.span_s.get(span, 0.0) / self._step_s
+    def words(self, place: int) -> list[str]:
+        """Return what the log tells at a place."""
+        told = list[str]()
+        for known in fields(self):
+            how, value = known.metadata, getattr(self, known.name)
+            left_out = how["of_scale"] and self.loss_scale is None and not value
+            if how["place"] == place and not left_out:
+                told.append(how["absent"] if value is None else how["words"](value))
+        return [words for words in told if words]
 
 
 class Outcome(NamedTuple):
@@ -120,159 +94,74 @@ class Outcome(NamedTuple):
     tallied: Mapping[str, Tensor]  # as in StepResult, FP64
 
 
-_SCALARS = Outcome._fields[:-4]  # fields of a step's result in front of by_piece
+class IntervalReport:
+    """Computes the metrics of a log interval, from what is measured between two log lines."""
 
+    def __init__(self, clock: Clock, tokens_left: Callable[[int], int], mfu_per_token_rate: float | None):
+        """Start the first interval.
 
-class Readout:
-    """Slots of host memory (pinned for a GPU), one per attempt in flight, written without waiting.
-
-    A `.to("cpu")` would not do: on a CPU it is the live tensor, which the next step overwrites.
-    """
-
-    def __init__(self, device: torch.device, lag: int):
-        self._pinned = device.type == "cuda"
-        self._slots = [torch.empty(0)] * lag  # each slot is made once its size is known
-        self._results = dict[int, StepResult]()  # by attempt, until it is read: their names and sizes
-        self._events = [torch.cuda.Event() if self._pinned else None for _ in self._slots]  # type: ignore[no-untyped-call]
-
-    def write(self, attempt: int, result: StepResult) -> None:
-        """Start copying the values that a step has returned."""
-        scalars = [getattr(result, name).double() for name in _SCALARS] + [result.recorded.num_values]
-        tables = [table.double().flatten() for table in (result.by_piece, result.peak_rows, result.recorded.table)]
-        if result.tallied:
-            tables.append(torch.cat([*result.tallied.values()]).double())
-        values = torch.cat([torch.stack(scalars), *tables])
-        slot = attempt % len(self._slots)
-        if self._slots[slot].shape != values.shape:  # at the first write, and when recorded names have come
-            self._slots[slot] = torch.empty(values.shape, dtype=torch.float64, pin_memory=self._pinned)
-        self._slots[slot].copy_(values, non_blocking=True)
-        self._results[attempt] = result
-        event = self._events[slot]
-        if event is not None:
-            event.record()
-
-    def read(self, attempt: int) -> Outcome:
-        """Return the outcome of one of the last `lag` attempts. Waits until its step has ended on the device."""
-        result, slot = self._results.pop(attempt), attempt % len(self._slots)
-        event = self._events[slot]
-        if event is not None:
-            event.synchronize()
-        tables = (result.by_piece, result.peak_rows, result.recorded.table, *result.tallied.values())
-        sizes = [len(_SCALARS), 1, *(table.numel() for table in tables)]
-        parts = torch.split(self._slots[slot].clone(), sizes)  # the slot is written again
-        scalars, num_values, by_piece, peaks, table, *counts = parts
-        loss, found_inf, grad_norm, loss_scale, lr, stop = scalars.tolist()
-        recorded = Recorded(result.recorded.names, table.view(-1, 2), num_values)
-        tallied = dict(zip(result.tallied, counts, strict=True))
-        host = loss, bool(found_inf), grad_norm, loss_scale, lr, int(stop)
-        return Outcome(*host, by_piece.view(2, -1), peaks.view(2, -1), recorded, tallied)
-
-
-class RecordedRows:
-    """Values recorded and places counted by the ranks, for the rows that are written. Every rank has one; its calls are
-    collective.
-    """
-
-    def __init__(self, topology: Topology, timeout_s: float):
-        self._topology, self._timeout_s = topology, timeout_s
-        self._other_stages_count = topology.pp.size > 1  # known after the first row
-
-    def row(self, outcome: Outcome) -> dict[str, float]:
-        """Return an attempt's recorded values by tag.
-
-        If any rank has recorded a value, this takes one small gather on the host. It waits for the ranks, not for a
-        device.
-        Raises: ValueError on every rank alike.
+        `tokens_left`: the tokens of all updates after the first n. `mfu_per_token_rate`: operations per token / peak of
+        all ranks' devices; None if no peak is known.
         """
-        if not outcome.recorded.num_values:
-            return {}
-        values = gather_recorded(outcome.recorded, self._topology, self.side)
-        return recorded_tags(values, overflowed=outcome.found_inf)
+        self._clock, self._tokens_left = clock, tokens_left
+        self._mfu_per_token_rate = mfu_per_token_rate
+        clock.enabled = True
+        self._start_s = time.perf_counter()
+        self._counts = Counter[str]()  # sums over the interval's attempts so far, and their number
+        # Of the last interval: what was counted a second; seconds of one attempt, on average, and of each of its spans.
+        self._rates, self._step_s, self.span_s = dict[str, float](), math.inf, dict[str, float]()
+        self.losses = list[float]()  # losses of the interval so far
+        self.tokens = 0  # tokens of all updates so far
 
-    def counts(self, outcome: Outcome) -> dict[str, list[float]]:
-        """Return the counts of all stages by layer, or by name where a layer counts several times.
+    def launched(self, **counts: int) -> None:
+        """Take an attempt into the interval's rates. `counts`: what is summed, such as its tokens."""
+        self._counts.update(counts, attempts=1)
 
-        In a pipeline this takes one small gather on the host, as `row` does; where no stage counts, only the first call
-        does.
+    def add(self, loss: float, tokens: int) -> None:
+        """Take an applied update's loss into the interval's mean. `tokens`: those of the update."""
+        self.losses.append(loss)
+        self.tokens += tokens
+
+    def metrics(self, update: int, outcome: Outcome, skipped: int, *, scaled: bool, memory_gib: float) -> StepMetrics:
+        """Return the metrics of the interval that ends with `update`, whose outcome is given.
+
+        `skipped`: overflowed so far. `scaled`: there is a loss scale.
         """
-        told = {name: counts.tolist() for name, counts in outcome.tallied.items()}
-        if self._other_stages_count:
-            mine = told if self._topology.stage.rank == 0 else {}
-            by_rank = gather_json(self.side, mine, torch.device("cpu"))
-            told = {name: counts for of_rank in by_rank for name, counts in of_rank.items()}
-            self._other_stages_count = bool(told)
-        layers = Counter(map(layer_of, told))
-        # A rank may hold several stages: numbers, here by their length first, bring the model's order back.
-        names = sorted(told, key=lambda name: [(len(part), part) for part in name.split(".")])
-        return {layer_of(name) if layers[layer_of(name)] == 1 else name: told[name] for name in names}
+        if self._counts:  # at the end of a run two lines may be due at once; the second repeats the rates
+            now_s = time.perf_counter()
+            steps, took_s = self._counts["attempts"], now_s - self._start_s
+            self._rates = {name: count / took_s for name, count in self._counts.items()}
+            self._step_s = took_s / steps
+            self.span_s = {name: span_s / steps for name, span_s in self._clock.read().items()}
+            self._start_s, self._counts = now_s, Counter()
+        losses, self.losses = self.losses, []
+        tokens_per_s = self._rates["tokens"]
+        return StepMetrics(
+            loss=math.fsum(losses) / len(losses),
+            lr=outcome.lr,
+            grad_norm=outcome.grad_norm,
+            loss_scale=outcome.loss_scale if scaled else None,
+            skipped_steps=skipped,
+            tokens_per_s=tokens_per_s,
+            mfu=None if self._mfu_per_token_rate is None else self._mfu_per_token_rate * tokens_per_s,
+            memory_gib=memory_gib,
+            data_share=self._share("data"),
+            forward_backward_share=self._share("forward_backward"),
+            reduce_scatter_share=self._share("exposed_reduce_scatter"),
+            update_share=self._share("update") + self._share("exposed_agreement"),
+            all_gather_share=self._share("exposed_all_gather"),
+            eta_s=self._tokens_left(update) / tokens_per_s,
+        )
 
-    @cached_property  # from the first log line on
-    def side(self) -> Collectives:
-        """Return collectives on the host that no step uses. Every rank must ask for them."""
-        # The limit is a moment longer than the watchdog's, so that the watchdog names a missing rank first.
-        return host_collectives(self._topology.world, self._timeout_s + 1.0)
+    def pause(self) -> None:
+        """Leave the time from now until `resume` out of the interval: a validation, for example."""
+        self._paused_s = time.perf_counter()
+        self._clock.enabled = False
 
+    def resume(self) -> None:
+        self._start_s += time.perf_counter() - self._paused_s
+        self._clock.enabled = True
 
-def mfu_per_token_rate(flops_per_token: int, engine: ShardedEngine) -> float | None:
-    """Return the share of all devices' peak that one token per second takes; None if no peak is known."""
-    device = engine.device
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    peak = dense_peak(name, engine.plan.precision.dtype)
-    return None if peak is None else flops_per_token / (peak * engine.topology.world.size)
-
-
-_LIMITS = (-14, -24)  # exponents of FP16's smallest normal number and of its smallest number
-
-
-def gather_precision(
-    engine: ShardedEngine, examination: Examination, by_piece: Tensor, loss_scale: float
-) -> dict[str, LayerPrecision]:
-    """Return the numbers of an examined step by layer. Every rank must call it, between steps: one small collective.
-
-    `by_piece` and `loss_scale` are of the same step; the latter is 1.0 without a loss scale. Waits for the device.
-    """
-    peaks = peaks_by_param(by_piece.cpu(), engine.plan.pieces, engine.plan.param_names)
-    mine = count_layers(examination, peaks[:, 1], loss_scale)
-    table = engine.world.table(mine.flatten().to(examination.zeros.device))
-    return merge_layers(table.cpu().view(-1, *mine.shape), examination.layers)
-
-
-def count_layers(examination: Examination, max_abs: Tensor, loss_scale: float) -> Tensor:
-    """Return one rank's counts: FP64 (layers, 8 counts + histogram + max abs), see `merge_layers`.
-
-    The scale is a power of two. So removing it from an element shifts the exponent, and every threshold is a border of
-    two bins.
-    Shapes: max_abs FP64 (params,), of the gradient with the scale in it.
-    """
-    counted, zeros, updates = examination.exponents.cpu(), examination.zeros.cpu(), examination.updates.cpu()
-    nonzero = counted[:, :-1].clone()  # without the bin of inf and NaN
-    nonzero[:, 0] -= zeros
-    scaled = torch.arange(nonzero.shape[1]) - EXPONENT_BIAS
-    unscaled = scaled - int(math.log2(loss_scale))
-    small = [nonzero[:, exponents < limit].sum(1) for exponents in (scaled, unscaled) for limit in _LIMITS]
-    histogram = torch.zeros(len(zeros), LAST_EXPONENT - FIRST_EXPONENT + 1, dtype=torch.int64)
-    histogram.index_add_(1, unscaled.clamp(FIRST_EXPONENT, LAST_EXPONENT) - FIRST_EXPONENT, nonzero)
-    layers = torch.tensor([examination.layers.index(layer_of(name)) for name in examination.param_names])
-    peaks = torch.zeros(len(zeros), dtype=torch.float64).scatter_reduce_(0, layers, max_abs, "amax")  # which keeps NaN
-    counts = torch.stack([counted.sum(1), zeros, *small, *updates.T], dim=1)
-    return torch.cat([counts.double(), histogram.double(), peaks[:, None]], dim=1)
-
-
-def merge_layers(by_rank: Tensor, layers: tuple[str, ...]) -> dict[str, LayerPrecision]:
-    """Return the numbers of the whole model from all ranks' `count_layers`. Shapes: FP64 (ranks, layers, columns)."""
-    totals, peaks = by_rank[..., :-1].sum(0).tolist(), by_rank[..., -1].amax(0).tolist()
-    return {layer: _layer(total, peak) for layer, total, peak in zip(layers, totals, peaks, strict=True)}
-
-
-def _layer(counts: list[float], max_abs: float) -> LayerPrecision:
-    elements, zeros, subnormal, below, unscaled_subnormal, unscaled_below, updated, hidden, *histogram = counts
-    return LayerPrecision(
-        zero_share=zeros / elements,
-        subnormal_share=subnormal / elements,
-        below_share=below / elements,
-        unscaled_subnormal_share=unscaled_subnormal / elements,
-        unscaled_below_share=unscaled_below / elements,
-        headroom=headroom(max_abs),
-        hidden_update_share=hidden / updated if updated else None,
-        exponents=tuple(map(int, histogram)),
-    )
+    def _share(self, span: str) -> float:
+        """Return the share of the last interval's time that was spent in a span."""
+        return self.span_s.get(span, 0.0) / self._step_s

@@ -7,15 +7,15 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from megamix.report.interval_report import AHEAD, EACH, SHARES, VALUES, StepMetrics
 from megamix.report.log_file import EventFile, LogFile, cut_log, parsed
 from megamix.run.run_folder import LOGS, SET_ASIDE
-from megamix.supervise.console import format_scale
 
 if TYPE_CHECKING:  # drawing a run's history needs no torch
     from megamix.report.trackers import TrackerThread
@@ -54,31 +54,6 @@ LOAD = "load/"  # prefix of the tags of what a step has counted, such as the tok
 def precision_tag(name: str, layer: str) -> str:
     """Return the tag of one of LayerPrecision's fields in metrics.jsonl and TensorBoard."""
     return f"precision/{name}/{layer}"
-
-
-def _tagged(tag: str) -> Any:
-    return field(metadata={"tag": tag})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepMetrics:
-    """Metrics of one log interval, as of its last update, each with its tag in metrics.jsonl and TensorBoard."""
-
-    loss: float = _tagged("train/loss")  # nats per token
-    lr: float = _tagged("optim/lr")
-    grad_norm: float = _tagged("optim/grad_norm")  # before clipping, without the loss scale
-    loss_scale: float | None = _tagged("optim/loss_scale")  # None: the run has no loss scale
-    skipped_steps: int = _tagged("optim/skipped_steps")  # attempts that overflowed, since the start of the run
-    tokens_per_s: float = _tagged("throughput/tokens_per_s")  # tokens of all ranks
-    mfu: float | None = _tagged("throughput/mfu")  # 0 to 1; None: the device's peak is not known
-    memory_gib: float = _tagged("memory/peak_gib")  # peak of this rank
-    data_share: float = _tagged("time_share/data")  # shares of wall time, 0 to 1
-    forward_backward_share: float = _tagged("time_share/forward_backward")
-    # Time for which the step waited; the part of a transfer that ran beside backward is not counted.
-    reduce_scatter_share: float = _tagged("time_share/exposed_reduce_scatter")
-    update_share: float = _tagged("time_share/update")
-    all_gather_share: float = _tagged("time_share/exposed_all_gather")  # likewise for the all-gather
-    eta_s: float = _tagged("time/eta_s")
 
 
 # This table alone maps names in the code to tags in metrics.jsonl and TensorBoard.
@@ -157,24 +132,14 @@ def format_lines(
     router has collapsed.
     """
     here = f"step {step:>{len(str(steps))}}/{steps}"
-    scale = "" if metrics.loss_scale is None else f"scale {format_scale(metrics.loss_scale)} | "
-    line = (
-        f"{here} | loss {metrics.loss:.4f} | lr {metrics.lr:.2e} | grad_norm {metrics.grad_norm:.3f} | "
-        f"{scale}{metrics.tokens_per_s:,.0f} tokens/s"
-    )
+    line = " | ".join([here, *metrics.words(EACH)])
     if not detailed:
         return line
-    mfu = "n/a" if metrics.mfu is None else f"{metrics.mfu:.1%}"
-    overflows = f"overflows {metrics.skipped_steps} | " if scale or metrics.skipped_steps else ""
-    rest = f"eta {_format_duration(metrics.eta_s)} | {overflows}mfu {mfu} | memory {metrics.memory_gib:.2f} GiB"
+    rest = [here, *metrics.words(AHEAD), *metrics.words(VALUES)]
     if counts:
-        rest += f" | load {statistics.fmean(max(over_mean(each)) for each in counts.values()):.2f}"
-    shares = (
-        f"time: data {metrics.data_share:.0%}, fwd+bwd {metrics.forward_backward_share:.0%}, "
-        f"reduce-scatter {metrics.reduce_scatter_share:.0%}, update {metrics.update_share:.0%}, "
-        f"all-gather {metrics.all_gather_share:.0%}"
-    )
-    return "\n".join([line, f"{here} | {rest}", f"{here} | {shares}", *_collapsed(counts)])
+        rest.append(f"load {statistics.fmean(max(over_mean(each)) for each in counts.values()):.2f}")
+    shares = f"{here} | time: {', '.join(metrics.words(SHARES))}"
+    return "\n".join([line, " | ".join(rest), shares, *_collapsed(counts)])
 
 
 def _collapsed(counts: Mapping[str, Sequence[float]]) -> list[str]:
@@ -351,9 +316,3 @@ def _histogram(exponents: tuple[int, ...]) -> dict[str, Any]:
         "bucket_limits": [*limits],
         "bucket_counts": list(exponents),
     }
-
-
-def _format_duration(seconds: float) -> str:
-    minutes, whole_seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{whole_seconds:02}"

@@ -16,8 +16,8 @@ from torch import Tensor
 from megamix.comm.collectives import Pending
 from megamix.comm.host import gather_json
 from megamix.comm.topology import Topology
-from megamix.report.interval_report import RecordedRows
 from megamix.report.metrics import RANKS, MetricsWriter
+from megamix.report.readout import RecordedRows
 from megamix.report.slow_ranks import KEPT, KINDS, RankPlace, Slow, SlowRanks
 from megamix.supervise.console import Console, folded
 

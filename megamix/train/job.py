@@ -21,9 +21,10 @@ from megamix.parallel.build import ModelPart, undrawn
 from megamix.parallel.micro_batch_runner import MicroBatchRunner
 from megamix.report.chosen_trackers import start_trackers
 from megamix.report.history import main_settings
-from megamix.report.interval_report import IntervalReport, mfu_per_token_rate
+from megamix.report.interval_report import IntervalReport
 from megamix.report.metrics import MetricsWriter
 from megamix.report.profiling import Profiling
+from megamix.report.readout import mfu_per_token_rate
 from megamix.run.batch_plan import BatchPlan
 from megamix.run.checkpointing import RunCheckpoints
 from megamix.run.results import Sample

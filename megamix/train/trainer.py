@@ -16,11 +16,12 @@ from megamix.inspect.replicas import check_replicas
 from megamix.inspect.scale_search import ScaleSearch
 from megamix.mixed_precision.step import Examination, StepResult
 from megamix.parallel.micro_batch_runner import MicroBatch
-from megamix.report.interval_report import Outcome, Readout, RecordedRows, gather_precision
+from megamix.report.interval_report import Outcome
 from megamix.report.journal import Reached
 from megamix.report.ledger import COMPILE, SAVING, TRAINED, VALIDATION
 from megamix.report.metrics import DETAILED_EVERY, format_lines, load_tags, set_tag
 from megamix.report.rank_times import RankTimes
+from megamix.report.readout import Readout, RecordedRows, gather_precision, peak_memory_gib
 from megamix.run.batch_plan import Attempt, BatchPlan, Fate, GlobalBatch
 from megamix.run.results import write_results
 from megamix.run.run_record import Progress
@@ -197,7 +198,7 @@ class Trainer:
 
     def _note(self, attempt: Attempt, result: StepResult) -> None:
         """Keep a step's result unread until the attempt is settled. Compare the ranks' copies if that is due."""
-        self.report.launched(self._tokens(attempt))
+        self.report.launched(tokens=self._tokens(attempt))
         self.readout.write(attempt.number, result)
         if result.examination is not None:
             self._examinations[attempt.number] = result.examination
@@ -285,13 +286,8 @@ class Trainer:
 
     def _log(self, update: int, outcome: Outcome) -> None:
         recorded, counts = self.recorded.row(outcome), self.recorded.counts(outcome)
-        metrics = self.report.metrics(
-            update,
-            outcome,
-            self.overflows.count,
-            scaled=self._scaled,
-            device=self.device,
-        )
+        memory_gib, skipped = peak_memory_gib(self.device), self.overflows.count
+        metrics = self.report.metrics(update, outcome, skipped, scaled=self._scaled, memory_gib=memory_gib)
         steps, interval = self.pace.steps, self.job.metrics.log_interval
         detailed = update in (1, steps) or update % (DETAILED_EVERY * interval) == 0
         self.console.line(format_lines(update, steps, metrics, detailed=detailed, counts=counts))

@@ -12,7 +12,8 @@ from megamix import clock as clock_module
 from megamix.clock import Clock
 from megamix.mixed_precision.step import Recorded, StepResult
 from megamix.report import interval_report as report_module
-from megamix.report.interval_report import IntervalReport, Outcome, Readout, peak_memory_gib
+from megamix.report.interval_report import IntervalReport, Outcome
+from megamix.report.readout import Readout, peak_memory_gib
 from megamix.supervise.console import Console
 
 CPU = torch.device("cpu")
@@ -48,17 +49,17 @@ def test_rates_and_shares_of_an_interval(now):
         _spend(clock, now, name, seconds)
     now["s"] += 0.5
     for _ in range(4):
-        report.launched(100)
+        report.launched(tokens=100)
     report.add(3.0, 100)
     report.add(1.0, 100)
-    metrics = report.metrics(3, OUTCOME, 1, scaled=True, device=CPU)
+    metrics = report.metrics(3, OUTCOME, 1, scaled=True, memory_gib=1.5)
     assert metrics.tokens_per_s == pytest.approx(40.0)
     assert metrics.mfu == pytest.approx(0.04)
     assert metrics.eta_s == pytest.approx(17.5)  # 7 updates of 2.5 s
     shares = (metrics.data_share, metrics.forward_backward_share, metrics.reduce_scatter_share, metrics.update_share)
     assert shares == pytest.approx((0.05, 0.6, 0.1, 0.2))
     assert metrics.all_gather_share == 0
-    assert (metrics.loss, metrics.skipped_steps, metrics.loss_scale) == (2.0, 1, 8.0)
+    assert (metrics.loss, metrics.skipped_steps, metrics.loss_scale, metrics.memory_gib) == (2.0, 1, 8.0, 1.5)
     assert report.tokens == 450  # two updates more
 
 
@@ -70,10 +71,10 @@ def test_a_validation_is_left_out_of_the_interval(now):
     _spend(clock, now, "exposed_all_gather", 50.0)
     report.resume()
     _spend(clock, now, "forward_backward", 1.0)
-    report.launched(100)
-    report.launched(100)
+    report.launched(tokens=100)
+    report.launched(tokens=100)
     report.add(1.0, 100)
-    metrics = report.metrics(2, OUTCOME, 0, scaled=False, device=CPU)
+    metrics = report.metrics(2, OUTCOME, 0, scaled=False, memory_gib=1.5)
     assert metrics.tokens_per_s == pytest.approx(100.0)
     assert (metrics.forward_backward_share, metrics.all_gather_share) == (1.0, 0.0)
     assert (metrics.mfu, metrics.loss_scale) == (None, None)
@@ -82,11 +83,11 @@ def test_a_validation_is_left_out_of_the_interval(now):
 def test_two_lines_due_at_once_share_their_rates(now):
     report = _report()
     for tokens in (50, 50, 150, 150):  # batches grow within the interval
-        report.launched(tokens)
+        report.launched(tokens=tokens)
     now["s"] += 2.0
     for update in (3, 4):
         report.add(float(update), 150)
-        line = report.metrics(update, OUTCOME, 0, scaled=False, device=CPU)
+        line = report.metrics(update, OUTCOME, 0, scaled=False, memory_gib=1.5)
         assert (line.tokens_per_s, line.loss) == (200.0, update)
 
 

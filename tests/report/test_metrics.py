@@ -9,11 +9,11 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import metadata
 
+from megamix.report.interval_report import StepMetrics
 from megamix.report.metrics import (
     TAGS,
     LayerPrecision,
     MetricsWriter,
-    StepMetrics,
     cut_logs,
     format_lines,
     load_tag,

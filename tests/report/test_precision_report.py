@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 from megamix import AdamW, DynamicLossScale, Precision, Sharding
 from megamix.mixed_precision.examination import layer_of
-from megamix.report.interval_report import gather_precision
 from megamix.report.metrics import FIRST_EXPONENT, LAST_EXPONENT
+from megamix.report.readout import gather_precision
 from tests.builders import loss_of, make_batch, make_engine, make_model
 
 ACCUM, SCALE = 2, 2.0**8
