@@ -21,8 +21,7 @@ from megamix.report.readout import RecordedRows
 from megamix.report.slow_ranks import KEPT, KINDS, RankPlace, Slow, SlowRanks
 from megamix.supervise.console import Console, folded
 
-_WORK = {"data": "data", "forward_backward": "forward and backward", "update": "the update"}  # by KINDS
-_GPU, _UNITS = ("clock_mhz", "power_w", "temperature_c"), ("MHz", "W", "C")  # a GPU's readings
+_GPU = {"clock_mhz": "MHz", "power_w": "W", "temperature_c": "C"}  # a GPU's readings, with their units
 
 
 class _Sent(NamedTuple):
@@ -107,13 +106,13 @@ def _readings(device: torch.device) -> list[float]:
 
 def _line(slow: Slow, readings: np.ndarray) -> str:
     line = (
-        f"in {slow.intervals} of the last {KEPT} log intervals; most in {_WORK[slow.kind]}, {slow.own_s:.4g} s an "
+        f"in {slow.intervals} of the last {KEPT} log intervals; most in {KINDS[slow.kind]}, {slow.own_s:.4g} s an "
         f"attempt against {slow.others_s:.4g}"
     )
     if not np.isnan(readings).any():
         parts = readings[slow.ranks], np.delete(readings, slow.ranks, 0)
         of, others = (
-            " ".join(f"{it:.0f} {unit}" for it, unit in zip(part.mean(0), _UNITS, strict=True)) for part in parts
+            " ".join(f"{it:.0f} {unit}" for it, unit in zip(part.mean(0), _GPU.values(), strict=True)) for part in parts
         )
         line += f"; GPU at {of}, the others at {others}"
     return f"ranks | {slow.words} is slow: {slow.ratio:.2f} times the others' own time\n{folded(line)}"

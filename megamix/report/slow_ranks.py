@@ -13,7 +13,8 @@ import numpy as np
 
 from megamix.supervise.liveness import names
 
-KINDS = ("data", "forward_backward", "update")  # a rank's own work, by the clock's spans
+# A rank's own work: the clock's spans, each in words.
+KINDS = {"data": "data", "forward_backward": "forward and backward", "update": "the update"}
 _SHARE = 1.15  # of the others' mean: the least own time that counts as slow
 _SPREADS = 3.0  # spreads of the own values by which it must lie above the others
 _SPREAD_OF = 20  # log intervals that tell the spread: of five values it is often too small by chance
@@ -85,7 +86,7 @@ class SlowRanks:
                 host = self._places[ranks[0]].host
                 words = f"node {host}, {names(ranks)}," if is_node else f"{names(ranks)} on {host}"
                 means = float(own[:, kind].mean()), float(others[:, kind].mean())
-                found.append(Slow(words, ranks, ratios[-1], intervals, KINDS[kind], *means))
+                found.append(Slow(words, ranks, ratios[-1], intervals, [*KINDS][kind], *means))
         return found
 
     def slowest(self) -> tuple[int, float]:

@@ -7,7 +7,7 @@ import pytest
 
 from megamix.report.slow_ranks import KINDS, RankPlace, SlowRanks
 
-FORWARD = KINDS.index("forward_backward")
+FORWARD = [*KINDS].index("forward_backward")
 SECONDS = (0.01, 1.0, 0.1)  # of each kind
 
 
