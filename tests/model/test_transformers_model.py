@@ -28,6 +28,7 @@ from megamix.tools.plan.activations import TracedWork, trace_stage
 from megamix.tools.verify.core.layout import parse_layout
 from megamix.tools.verify.layouts.layout_lines import verify_layout
 from megamix.train.check import check
+from megamix.train.job import Lines
 from megamix.train.main import run_job
 from tests.builders import corpus_of, run_on_ranks, tiny_job, write_data
 from tests.conftest import FULL
@@ -285,7 +286,7 @@ def test_the_first_weights_are_let_go_before_training(folder, monkeypatch):
     storage = None
     monkeypatch.setattr(transformers_model, "_first_weights", noted)
     monkeypatch.setattr(Console, "line", lambda _, line: told.append(line))
-    run_job(job(folder, "olmo2", "let-go"), memory_line)
+    run_job(job(folder, "olmo2", "let-go"), Lines(memory_line))
     assert "gone" in told
     assert f"begins with drawn weights: {folder / 'olmo2'} has none" in told
 

@@ -74,7 +74,7 @@ def overrides_of(name):
 
 def job_of(name):
     config = load_config(JOB, overrides_of(name))
-    return timed_job(config, data_parallel_size(config, int(name.split()[0])))
+    return timed_job(config, data_parallel_size(config.parallelism, int(name.split()[0])))
 
 
 def compared(measured):

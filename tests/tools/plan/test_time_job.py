@@ -25,6 +25,7 @@ from megamix.tools.plan.time_hardware import hardware_of, load_hardware, measure
 from megamix.tools.plan.time_job import timed_job
 from megamix.tools.plan.time_line import time_line
 from megamix.tools.plan.time_model import step_time
+from megamix.train.job import Lines
 from megamix.train.main import run_job
 from tests.builders import tiny_job, write_data
 
@@ -169,7 +170,7 @@ def test_a_run_compares_once_behind_its_first_detailed_line_after_compiling(tmp_
     monkeypatch.setattr(Console, "line", lambda _, line: told.append(line))
     write_data(tmp_path / "data")
     job = tiny_job(tmp_path, steps=3, eval_interval=0, warmup_steps=0, log_interval=1)
-    run_job(job, time_line=lambda config, engine, tokens_per_s: f"time | {tokens_per_s > 0}")
+    run_job(job, Lines(time=lambda engine, tokens_per_s: f"time | {tokens_per_s > 0}"))
     lines = [line for line in told if line.startswith(("step", "time")) and "valid loss" not in line]
     assert [line.split()[1] for line in lines] == ["1/3", "2/3", "3/3", "|"]
     assert lines[-1] == "time | True"

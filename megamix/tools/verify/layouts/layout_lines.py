@@ -68,6 +68,8 @@ def _by_products(name: str, config: Config) -> dict[str, Config]:
 def verify_layout(config: Config, layout: Layout, pool: RankPool, bisect: bool = False) -> Verdict:
     """Run one layout on its ranks and judge it."""
     # Other units would drop out in one process, and bounds that allow for that would hide every mistake.
-    here = layout.apply(config).with_keys(model={"dropout": 0.0})
+    here = layout.apply(config)
+    if here.model.dropout:
+        here = here.with_keys(model={"dropout": 0.0})
     ranks = pool.call(observe, here, UPDATES, OVERFLOW_AT, bisect)
     return judge(here, ranks, torch.device("cuda" if pool.on_gpus else "cpu"), UPDATES, OVERFLOW_AT)
