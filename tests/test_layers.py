@@ -18,7 +18,7 @@ PACKAGE = ROOT / "megamix"
 LAYERS = [
     "axes clock tuned durable git_lfs live_storage values machine names progress schedules settings signals starter"
     " tools tools.verify",
-    "beside plugins comm",
+    "beside log_file plugins comm",
     "config mixed_precision data",
     "checkpoint model",
     "parallel supervise",

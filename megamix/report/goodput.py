@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 from megamix.progress import duration
 from megamix.report.journal import KILLED, Row, closing_row, read_rows
-from megamix.report.ledger import BUCKETS, DOWN, REDONE, STALLED, TRAINED, stalled_s
 from megamix.run.run_folder import EVENTS
+from megamix.supervise.ledger import BUCKETS, DOWN, REDONE, STALLED, TRAINED, stalled_s
 
 STALE_S = 60.0  # seconds without a sign of life after which a run counts as dead
 RUNNING, STALE = "running", "stale"  # states of a start without an end, beside those of status.json

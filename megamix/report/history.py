@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megamix.report.log_file import parsed
+from megamix.log_file import parsed
 from megamix.report.metrics import TAGS, TRANSFERS, is_overflow, load_tag, over_mean, precision_tag, set_tag
 from megamix.run.run_folder import CONFIG, METRICS, SAMPLE
 

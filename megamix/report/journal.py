@@ -16,9 +16,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megamix.report.ledger import COMPILE, SAVING, START, TRAINED, VALIDATION, Ledger, boot_s
-from megamix.report.log_file import LogFile, cut_log, parsed
+from megamix.log_file import LogFile, cut_log, parsed
 from megamix.run.run_folder import EVENTS, HEARTBEAT
+from megamix.supervise.ledger import COMPILE, SAVING, START, TRAINED, VALIDATION, Ledger, boot_s
 from megamix.supervise.processes import repeated
 from megamix.supervise.status import read_status
 

@@ -13,8 +13,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from megamix.log_file import LogFile, cut_log, parsed
+from megamix.report.event_file import EventFile
 from megamix.report.interval_report import AHEAD, EACH, SHARES, VALUES, StepMetrics
-from megamix.report.log_file import EventFile, LogFile, cut_log, parsed
 from megamix.run.run_folder import LOGS, SET_ASIDE
 
 if TYPE_CHECKING:  # drawing a run's history needs no torch

@@ -6,9 +6,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from megamix.log_file import parsed
 from megamix.progress import duration
 from megamix.report.goodput import Goodput, read_goodput
-from megamix.report.log_file import parsed
 from megamix.report.metrics import TAGS
 from megamix.run.run_folder import METRICS
 

@@ -19,7 +19,7 @@ from megamix.durable import write_text
 from megamix.progress import duration
 from megamix.report.goodput import Goodput, OneStart, read_goodput, verdict
 from megamix.report.history import RunHistory, main_settings, read_history
-from megamix.report.ledger import DOWN, REDONE
+from megamix.supervise.ledger import DOWN, REDONE
 
 PAGE, NUMBERS = "page.html", "report.json"
 _TEMPLATE = Template(Path(__file__).with_name("page_template.html").read_text(encoding="utf-8"))

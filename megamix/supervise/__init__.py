@@ -9,5 +9,6 @@ processes   facts about this host's processes, and a thread that repeats its wor
 watchdog    the end of a rank when another one is dead or hung
 hang        what the ranks' last collectives say after such an end
 status      the request to leave, `status.json` and the exit status
+ledger      seconds of a start by what they went into
 command     the verb `hang`
 """

@@ -22,13 +22,13 @@ from megamix.mixed_precision.flat_layout import ParamSpec
 from megamix.mixed_precision.weights import Fill
 from megamix.report.alerts import send
 from megamix.report.journal import Journal, Reached
-from megamix.report.ledger import COMPILE, START, Ledger, age_s, boot_s
 from megamix.report.metrics import cut_logs
 from megamix.run import run_folder
 from megamix.run.own_code import source
 from megamix.run.run_folder import checkpoint_words
 from megamix.run.run_record import Progress
 from megamix.supervise.console import Console, say
+from megamix.supervise.ledger import COMPILE, START, Ledger, age_s, boot_s
 from megamix.supervise.liveness import Position, RollCall
 from megamix.supervise.run_lock import run_lock
 from megamix.supervise.status import EndedEarlyError, NoMemoryError, RunStatus

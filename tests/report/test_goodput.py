@@ -17,11 +17,11 @@ import pytest
 from megamix.cli import main
 from megamix.report import journal
 from megamix.report.goodput import RUNNING, STALE, STALE_S, read_goodput, verdict
-from megamix.report.ledger import Ledger
 from megamix.report.metrics import TAGS, MetricsWriter
 from megamix.report.page import NUMBERS, PAGE
 from megamix.run.checkpointing import RunCheckpoints
 from megamix.run.run_folder import CONFIG, EVENTS, HEARTBEAT, METRICS, SAMPLE
+from megamix.supervise.ledger import Ledger
 from megamix.train import run as run_module
 from megamix.train.batches import Validation
 from tests.builders import tiny_job

@@ -11,10 +11,10 @@ from unittest import mock
 
 import pytest
 
-from megamix.report import log_file
+from megamix import log_file
 from megamix.report.journal import BEAT_S, KILLED, Journal, Reached, read_beat, read_rows
-from megamix.report.ledger import COMPILE, SAVING, START, TRAINED, VALIDATION, Ledger, age_s, boot_s
 from megamix.run.run_folder import EVENTS, HEARTBEAT
+from megamix.supervise.ledger import COMPILE, SAVING, START, TRAINED, VALIDATION, Ledger, age_s, boot_s
 from megamix.supervise.status import RunStatus
 
 

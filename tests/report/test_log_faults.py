@@ -11,9 +11,9 @@ import shutil
 
 import pytest
 
+from megamix import log_file
 from megamix.config import ConfigError
-from megamix.report import log_file
-from megamix.report.log_file import LogFile
+from megamix.log_file import LogFile
 from megamix.supervise.status import SaveFailedError
 from tests.builders import tiny_job
 from tests.conftest import FULL as MANY
