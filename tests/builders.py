@@ -21,6 +21,8 @@ from megamix.data.source import MarkovSource
 from megamix.data.token_file import TokenFileWriter
 from megamix.data.tokenizer import Tokenizer
 from megamix.run import results
+from megamix.supervise.journal import Journal, Reached
+from megamix.supervise.ledger import Ledger, boot_s
 from megamix.train import ranks
 from megamix.train.main import run_job
 
@@ -223,3 +225,8 @@ def run_on_ranks(config):
         mock.patch.object(dist, "destroy_process_group"),
     ):
         return run_job(config)
+
+
+def make_journal(folder, update=0):
+    """The journal of a start that has reached this update."""
+    return Journal(folder, Ledger(boot_s()), lambda: Reached(update, 100 * update))

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megamix.checkpoint.folder import set_aside, unfinished
+from megamix.supervise.run_status import read_status
 from tests.builders import EXPERTS, tiny_job, write_data
 from tests.train.fresh_ranks import FreshRanks
 from tests.train.outcome import differences, end_of
@@ -131,7 +132,7 @@ def train_under_fire(config, faults, rng):
 def faults_of(fight, clean, fire):
     """Differences between the run under fire and the run without faults; empty if there are none."""
     problems = [f"surprise: {told}" for told in fight.surprises]
-    state = json.loads((fire / "run/status.json").read_text())["state"]
+    state = read_status(fire / "run").state
     if state != "finished":
         return [*problems, f"the run under fire ended {state}, after {fight.starts} starts"]
     problems += [f"{what} differ" for what in differences(end_of(clean), end_of(fire))]

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import megamix
 from megamix.cli import VERBS, _parser
-from megamix.config.sections import config_schema
+from megamix.config import config_schema
 from megamix.supervise.status import EXIT_STATUS
 from tests.builders import run_on_ranks, tiny_job, write_data
 

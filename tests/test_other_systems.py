@@ -3,7 +3,6 @@ trains and stops at a signal, and resumes on one rank and is exported; what only
 """
 
 import ctypes
-import json
 import resource
 import signal
 import subprocess
@@ -13,6 +12,7 @@ from types import SimpleNamespace
 
 from megamix.machine import peak_resident
 from megamix.supervise.rendezvous import keep_to_loopback
+from megamix.supervise.run_status import read_status
 from megamix.tools.doctor import first_light
 from tests.builders import tiny_job, write_data
 from tests.programs import with_settings
@@ -59,11 +59,11 @@ def test_a_job_of_two_ranks_stops_at_a_signal_resumes_and_is_exported_and_the_do
     next(line for line in first.stdout if line.startswith("step "))
     first.send_signal(signal.SIGTERM)
     _end(first, 75)
-    stopped = json.loads((tmp_path / "run/status.json").read_text())
-    assert stopped["state"] == "preempted"
-    settings = [str(tmp_path / "job.toml"), f"training.steps={stopped['update'] + 2}", str(tmp_path / "run")]
+    stopped = read_status(tmp_path / "run")
+    assert stopped.state == "preempted"
+    settings = [str(tmp_path / "job.toml"), f"training.steps={stopped.update + 2}", str(tmp_path / "run")]
     again = _end(_start(sys.executable, "-c", AGAIN, *settings, str(tmp_path / "hf")))
-    assert f"step_{stopped['update']:08d} after update {stopped['update']}\n" in again
+    assert f"step_{stopped.update:08d} after update {stopped.update}\n" in again
     assert (tmp_path / "hf/config.json").exists()
     assert again.splitlines()[-5:] == ["cores", "driver", "hostname", "loopback port", ""]
 

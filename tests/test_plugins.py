@@ -309,7 +309,7 @@ def test_where_a_configuration_lies_says_whether_it_imports_and_not_its_text(her
     named, steady = shown.replace("plugins = []", 'plugins = ["toy_plugin"]'), ["precision.loss_scale.rule=steady"]
     bare = re.sub("# .*\n", "", named)
     run, link = here / "run", here / "link.toml"
-    for beside in ("metrics.jsonl", "checkpoints", "status.json"):
+    for beside in ("metrics.jsonl", "checkpoints", "journal.jsonl", "status.json"):
         (run / beside).mkdir(parents=True)
         for text in (bare, named, f'base = "{run}/other.toml"\n'):
             _write(run, "other.toml", bare)

@@ -39,7 +39,7 @@ from megamix.plugins import PluginError, import_plugins, require_plugins
 # others are set.
 _NOT_SET = re.compile(r"^# \w+: not set$", re.MULTILINE)
 _PROGRAMS = ("checkpoint.copy_command", "metrics.alert.command")
-_OF_A_RUN = ("metrics.jsonl", "checkpoints", "status.json")  # files beside the config.toml of a run
+_OF_A_RUN = ("metrics.jsonl", "checkpoints", "journal.jsonl", "status.json")  # files beside the config.toml of a run
 
 
 class Layer(NamedTuple):

@@ -3,7 +3,6 @@
 interval_report  the metrics of every run: their declarations, and their values of a log interval
 readout          what is read of single steps, on the host
 event_file       TensorBoard's event files
-journal          events of a run, and the sign of life of the start that runs
 metrics          a line on the console, in metrics.jsonl and in TensorBoard
 slow_ranks       the rule by which a rank or a node counts as slow
 rank_times       each rank's own times, told to the first rank beside the steps

@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megamix.progress import duration
-from megamix.report.journal import KILLED, Row, closing_row, read_rows
-from megamix.run.run_folder import EVENTS
+from megamix.supervise.journal import JOURNAL, KILLED, Row, closing_row, read_rows
 from megamix.supervise.ledger import BUCKETS, DOWN, REDONE, STALLED, TRAINED, stalled_s
 
 STALE_S = 60.0  # seconds without a sign of life after which a run counts as dead
-RUNNING, STALE = "running", "stale"  # states of a start without an end, beside those of status.json
+RUNNING, STALE = "running", "stale"  # states of a start without an end, beside those that an end says
 
 
 class OneStart(NamedTuple):
@@ -70,10 +69,10 @@ def read_goodput(folder: Path, now_t: float | None = None) -> Goodput:
     """
     rows = read_rows(folder)
     if not rows:
-        lacks = f"has no start in {EVENTS}" if folder.is_dir() else "is no folder"
+        lacks = f"has no start in {JOURNAL}" if folder.is_dir() else "is no folder"
         raise ValueError(f"RUN: {folder} {lacks}; give the checkpoint.folder of a run")
     if rows[-1]["kind"] != "end":
-        rows.append(_present(folder, rows, time.time() if now_t is None else now_t))
+        rows.append(_present(rows[-1], time.time() if now_t is None else now_t))
     starts = list[OneStart]()
     kept = None  # the update from which the starts after this one went on
     for _, group in groupby(reversed(rows), itemgetter("starts")):
@@ -88,11 +87,9 @@ def read_goodput(folder: Path, now_t: float | None = None) -> Goodput:
     return Goodput(starts, seconds, facts.get("steps", 0), facts, compared)
 
 
-def _present(folder: Path, rows: list[Row], now_t: float) -> Row:
-    """Return a row for the present of a run whose last start has not written its end."""
-    ended = closing_row(folder, rows)
-    if ended["state"] != KILLED:
-        return ended
+def _present(last: Row, now_t: float) -> Row:
+    """Return a row for the present of a run whose last start has not written its end, by its last row."""
+    ended = closing_row(last)
     silent_s = now_t - ended["t"]
     if silent_s > STALE_S:
         reason = f"no sign of life for {duration(silent_s)}: killed, or its machine is lost or stopped"

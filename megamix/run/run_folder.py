@@ -7,16 +7,16 @@ from megamix.checkpoint.folder import CHECKPOINTS, applied_updates, checkpoints
 from megamix.config import config_of_run
 from megamix.config.sections import CheckpointConfig
 from megamix.durable import remove_asides, write_text
-from megamix.supervise.status import STATUS, read_status
+from megamix.supervise.journal import JOURNAL
+from megamix.supervise.run_status import read_status
 
 CONFIG, WEIGHTS, SAMPLE, GAVE_UP = "config.toml", "weights.safetensors", "sample.txt", "gave_up.txt"
 AVERAGED = "weights_average.safetensors"
 METRICS, SET_ASIDE, RANKS = LOGS = ("metrics.jsonl", "set_aside.jsonl", "ranks.jsonl")
-EVENTS, HEARTBEAT = "events.jsonl", "heartbeat.json"
 RESUME_WORDS = ("auto", "never")  # words in place of a path
 BEGIN_ANEW = "write another checkpoint.folder to begin a new run, or put an undamaged checkpoint there"
 MARKS = (CONFIG, WEIGHTS, METRICS)  # a folder that holds one of these files belongs to a run
-_WRITTEN_ASIDE = (CONFIG, STATUS, WEIGHTS, AVERAGED, SAMPLE, GAVE_UP, "trace_rank*.json")
+_WRITTEN_ASIDE = (CONFIG, JOURNAL, WEIGHTS, AVERAGED, SAMPLE, GAVE_UP, "trace_rank*.json")
 
 
 def checkpoint_words(section: CheckpointConfig, steps: int) -> str:

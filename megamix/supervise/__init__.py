@@ -8,7 +8,9 @@ liveness    messages of the ranks beside their collectives
 processes   facts about this host's processes, and a thread that repeats its work
 watchdog    the end of a rank when another one is dead or hung
 hang        what the ranks' last collectives say after such an end
-status      the request to leave, `status.json` and the exit status
+status      the request to leave, the states at a run's end and their exit statuses
 ledger      seconds of a start by what they went into
+journal     events of a run's starts, and the sign of life of the start that runs
+run_status  how a run stands by its journal, and its restarts without progress
 command     the verb `hang`
 """

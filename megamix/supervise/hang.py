@@ -13,8 +13,9 @@ from pathlib import Path
 from pickle import dump  # it writes alone: torch's analyser reads nothing else
 from typing import Any
 
+from megamix.supervise.journal import JOURNAL
 from megamix.supervise.liveness import names
-from megamix.supervise.status import STATUS, LastStart, read_status
+from megamix.supervise.run_status import RunStatus, read_status
 
 _SHOWN = 8  # most ranks of which a line tells the last collective
 
@@ -38,7 +39,7 @@ def verdict(folder: Path, records: dict[int, Record]) -> Iterator[str]:
     """Yield a line for the run's own end, for each group whose ranks differ, and for ranks without a record."""
     last = read_status(folder)
     told = f"{last.state} at update {last.update}: {last.reason or 'no reason was written'}"
-    yield told if last != LastStart() else f"{folder / STATUS} says nothing"
+    yield told if last != RunStatus() else f"{folder / JOURNAL} says nothing"
     members = defaultdict[str, set[int]](set)
     entered = defaultdict[str, dict[int, dict[int, str]]](lambda: defaultdict(dict))
     for rank, record in records.items():

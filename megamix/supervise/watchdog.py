@@ -31,6 +31,7 @@ from megamix.config import ConfigError
 from megamix.data.steady_file import DataError
 from megamix.signals import PARENT_DIED, LeaveRequest
 from megamix.supervise.console import drop_unwritten, say
+from megamix.supervise.journal import Journal
 from megamix.supervise.liveness import EndReason, Position, RollCall, Sign, names
 from megamix.supervise.status import (
     NO_MEMORY,
@@ -38,7 +39,6 @@ from megamix.supervise.status import (
     EndedEarlyError,
     NoMemoryError,
     PeerLostError,
-    RunStatus,
     WrongDataError,
 )
 
@@ -75,14 +75,14 @@ class Watchdog:
         self,
         roll: RollCall | None,
         timeout_s: float,
-        status: RunStatus,
+        journal: Journal,
         leave: LeaveRequest,
         launcher: int | None,
         position: Callable[[], Position],
     ):
         self._position = position
         self._roll, self._timeout_s = roll, timeout_s
-        self._status, self._leave = status, leave
+        self._journal, self._leave = journal, leave
         self._launcher = launcher
         self._tick_s = min(0.25, timeout_s / 12)  # seconds from one sign to the next
         self._window_s = timeout_s / 4  # seconds within which a living rank of another host gives a sign
@@ -90,7 +90,7 @@ class Watchdog:
         self._moved_s = time.monotonic()  # time of the last progress of the main thread
         self._since_s = self._moved_s  # time of the last progress of any rank, as far as this rank knows
         self._rank = roll.rank if roll is not None else 0
-        self._collectives = status.folder / f"collectives_rank{self._rank}.json"
+        self._collectives = journal.folder / f"collectives_rank{self._rank}.json"
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._talker = threading.Thread(target=self._talk, name="roll call", daemon=True)
@@ -101,8 +101,8 @@ class Watchdog:
             self._drop_old_records()
         if self._roll is not None:
             try:
-                self._status.folder.mkdir(parents=True, exist_ok=True)  # this host may have no such folder yet
-                stacks = self._status.folder / f"stacks_rank{self._rank}.txt"
+                self._journal.folder.mkdir(parents=True, exist_ok=True)  # this host may have no such folder yet
+                stacks = self._journal.folder / f"stacks_rank{self._rank}.txt"
                 self._stacks = stacks.open("w", encoding="utf-8")
             except OSError as error:
                 say(f"megamix train: stacks of rank {self._rank} would go to stderr: {error}", sys.stderr)
@@ -118,7 +118,7 @@ class Watchdog:
         would tell of collectives that this start has not entered.
         """
         size = 1 if self._roll is None else self._roll.size
-        for path in self._status.folder.glob("collectives_rank*.json"):
+        for path in self._journal.folder.glob("collectives_rank*.json"):
             rank = path.stem.removeprefix("collectives_rank")
             if path == self._collectives or (self._rank == 0 and rank.isdecimal() and int(rank) >= size):
                 path.unlink()
@@ -262,7 +262,7 @@ class Watchdog:
             error.__notes__ = [reason.text, *getattr(error, "__notes__", [])]
             _end_missing(reason, roll)
             if roll.rank == _speaker(reason, roll) and (roll.rank != 0 or reason.missing):
-                self._status.write("failed", reason.text)
+                self._journal.end(PeerLostError(reason.text))
             if reason.missing:  # this rank's traceback would bury the reason: it shows the consequence
                 where = self._stacks.name if self._stacks is not None else "stderr"
                 raise PeerLostError(f"ended without {names(reason.missing)}; this rank's traceback: {where}") from error
@@ -282,7 +282,7 @@ class Watchdog:
             faulthandler.dump_traceback(file=self._stacks or sys.stderr)
             _end_missing(reason, roll)
             if roll.rank == _speaker(reason, roll):
-                self._status.write("failed", reason.text, reason.exit_status)
+                self._journal.end(_OF_ONE_RANK.get(reason.exit_status, PeerLostError)(reason.text))
             if reason.exit_status in _OF_ONE_RANK and roll.rank == 0:  # as the command line prints errors
                 say(f"megamix train: {reason.text}", sys.stderr)
             drop_unwritten()
@@ -341,7 +341,7 @@ def _end_missing(reason: EndReason, roll: RollCall) -> None:
 
 
 def _speaker(reason: EndReason, roll: RollCall) -> int:
-    """Return the lowest living rank, which writes the run's status."""
+    """Return the lowest living rank, which writes the run's end."""
     return min(rank for rank in range(roll.size) if rank not in reason.missing)
 
 

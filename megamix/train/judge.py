@@ -14,7 +14,7 @@ from megamix.run.own_code import own_code
 from megamix.run.resume_rules import RNG_RULE, changes, no_step_left, none_is_whole, path_is_damaged, trained_on
 from megamix.run.run_folder import RESUME_WORDS, checkpoint_words, nothing_saved
 from megamix.supervise.run_lock import refuse_held
-from megamix.supervise.status import read_status
+from megamix.supervise.run_status import read_status
 
 
 class Judge:

@@ -21,17 +21,18 @@ from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.flat_layout import ParamSpec
 from megamix.mixed_precision.weights import Fill
 from megamix.report.alerts import send
-from megamix.report.journal import Journal, Reached
 from megamix.report.metrics import cut_logs
 from megamix.run import run_folder
 from megamix.run.own_code import source
 from megamix.run.run_folder import checkpoint_words
 from megamix.run.run_record import Progress
 from megamix.supervise.console import Console, say
+from megamix.supervise.journal import Journal, Reached
 from megamix.supervise.ledger import COMPILE, START, Ledger, age_s, boot_s
 from megamix.supervise.liveness import Position, RollCall
 from megamix.supervise.run_lock import run_lock
-from megamix.supervise.status import EndedEarlyError, NoMemoryError, RunStatus
+from megamix.supervise.run_status import refuse_if_stuck
+from megamix.supervise.status import EndedEarlyError, NoMemoryError
 from megamix.supervise.watchdog import Watchdog, early_end
 from megamix.train.ranks import Ranks
 
@@ -61,8 +62,7 @@ class Run:
         self._position: Callable[[], Position] = self._position_at_the_start
         self._reached: Callable[[], Reached] = lambda: Reached(self._start.applied, self._start.tokens)
         began_s = boot_s() - age_s(ranks.launcher or os.getpid())
-        self.journal = Journal(self.folder, Ledger(began_s), lambda: self._reached())
-        self._status = RunStatus(self.folder, steps, lambda: self._reached().step, self._ended)
+        self.journal = Journal(self.folder, Ledger(began_s), lambda: self._reached(), self._tell_ended)
 
     @cached_property  # built at the first line, since a progress bar counts time from its construction
     def console(self) -> Console:
@@ -91,7 +91,7 @@ class Run:
         """Count this start, and watch the other ranks during the block. Then write how the run ended."""
         # It is counted before the model is built and loaded: a run that dies meanwhile has started as well.
         self._start = start
-        self.ranks.on_first(self._count)
+        self.ranks.on_first(self._open)
         with ExitStack() as stack:
             if self.ranks.is_first:
                 stack.enter_context(self.journal.beating())
@@ -114,65 +114,61 @@ class Run:
         self.journal.ledger.move(engine.compile_s, of=START, to=COMPILE)
 
     def claim(self, start: Progress, text: str) -> None:
-        """Make the folder this run's, which goes on from `start`, and count the start again from there. `text`: the
-        configuration.
-        """
+        """Make the folder this run's, which goes on from `start`. `text`: the configuration."""
 
         def take() -> None:
             run_folder.claim(self.folder, text)
             cut_logs(self.folder, start)
             (self.folder / run_folder.GAVE_UP).unlink(missing_ok=True)
-            self._count()
+            self.journal.tell("loaded")
+            refuse_if_stuck(self.journal, self._max_restarts)
 
         self._start = start
         self.ranks.on_first(take)
-        self.journal.tell("loaded")
 
     def follow(self, position: Callable[[], Position], reached: Callable[[], Reached]) -> None:
         """From now on ask the training where the main thread is, and where the run is. Any thread may ask."""
         self._position, self._reached = position, reached
 
-    def _count(self) -> None:
-        if not self.journal.starts:
-            self.journal.open(steps=self._steps, **self.facts)
-            self.journal.tell("joined")
-        self._status.begin(self._start.applied, self._max_restarts, self.journal.starts)
+    def _open(self) -> None:
+        self.journal.open(steps=self._steps, **self.facts)
+        self.journal.tell("joined")
+        refuse_if_stuck(self.journal, self._max_restarts)
 
     def _position_at_the_start(self) -> Position:
         loaded = 0 if self._engine is None else self._engine.clock.loaded
         return Position(0, "the start", 0, self._drawn_bytes + loaded)
 
-    def _ended(self, **values: Any) -> None:
-        """Tell the journal, and the user's program if there is one, how the run ended."""
-        self.journal.tell("end", **values)
+    def _tell_ended(self, **values: Any) -> None:
+        """Tell the user's program, if there is one, how the run ended."""
         if self._alert:
             send(self._alert, self.folder, "end", update=self._reached().step, **values)
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
-        ranks, status, roll = self.ranks, self._status, None
+        ranks, journal, roll = self.ranks, self.journal, None
         world = ranks.topology.world
         try:
             if world.group is not None:
                 roll = RollCall(side_store(world), world.rank, world.size)
-            with Watchdog(roll, ranks.timeout_s, status, ranks.leave, ranks.launcher, lambda: self._position()):
+            with Watchdog(roll, ranks.timeout_s, journal, ranks.leave, ranks.launcher, lambda: self._position()):
                 ranks.all_or_none = AllOrNone.apart(world, SAVE_TIMEOUT_S)  # watched: this may wait just as long
                 # All ranks wait until the first rank has written everything: torchrun ends all ranks some time after
                 # one has left early, and the watchdog takes a rank that has left for dead.
                 try:
                     yield
                 except EndedEarlyError as early:
-                    ranks.all_or_none.first(partial(status.end, early))
+                    ranks.all_or_none.first(partial(journal.end, early))
                     raise
                 except Exception as error:
                     if isinstance(early_end(error), NoMemoryError):
                         tell_live_tensors(self.folder, world.rank, self._engine, error)
                     raise
-                ranks.all_or_none.first(partial(status.end, None))
+                ranks.all_or_none.first(partial(journal.end, None))
         except BaseException as error:
             wrong = early_end(error)
             if world.rank == 0 and (wrong or not isinstance(error, EndedEarlyError)):
-                status.end(wrong or error)
+                journal.end(wrong or error)
             if wrong:  # an error of this rank only; the watchdog has told the other ranks
                 raise wrong from error
             raise

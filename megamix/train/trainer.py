@@ -17,7 +17,6 @@ from megamix.inspect.scale_search import ScaleSearch
 from megamix.mixed_precision.step import Examination, StepResult
 from megamix.parallel.micro_batch_runner import MicroBatch
 from megamix.report.interval_report import Outcome
-from megamix.report.journal import Reached
 from megamix.report.metrics import DETAILED_EVERY, format_lines, load_tags, set_tag
 from megamix.report.rank_times import RankTimes
 from megamix.report.readout import Readout, RecordedRows, gather_precision, peak_memory_gib
@@ -26,6 +25,7 @@ from megamix.run.results import write_results
 from megamix.run.run_record import Progress
 from megamix.signals import LeaveRequest
 from megamix.supervise.console import folded, format_scale
+from megamix.supervise.journal import Reached
 from megamix.supervise.ledger import COMPILE, SAVING, TRAINED, VALIDATION
 from megamix.supervise.liveness import Position
 from megamix.supervise.status import EndedEarlyError, PreemptedError, SaveFailedError, leaves

@@ -3,7 +3,6 @@ and no rank outlives a killed launcher or rank; with --full a run continues unde
 with other users: a job on one node listens on loopback alone, even if the machine's name has another address.
 """
 
-import json
 import os
 import re
 import signal
@@ -20,6 +19,7 @@ import pytest
 from megamix.checkpoint.folder import checkpoints
 from megamix.checkpoint.manifest import read_manifest
 from megamix.supervise.processes import children_of, process_start
+from megamix.supervise.run_status import read_status
 from megamix.tools.ranks import DEADLINE_S
 from tests.builders import tiny_job
 from tests.conftest import FULL
@@ -158,7 +158,7 @@ def _end(job, ranks, sockets=()):
         _kill([*(launcher.pid for launcher in job.launchers), *ranks.values()])
         for launcher in job.launchers:
             launcher.stdout.close()
-    status = json.loads((job.folder / "run/status.json").read_text())
+    status = read_status(job.folder / "run")
     return Ended(sockets, [launcher.wait() for launcher in job.launchers], status, job.folder)
 
 
@@ -200,28 +200,28 @@ def test_a_signal_to_a_launcher_or_to_a_rank_ends_the_run_in_good_order(ended, c
     end = ended[case]
     errors = (end.folder / "stderr.txt").read_text()
     assert end.exit_statuses == [75] * case.nodes, errors
-    assert (end.status["state"], end.status["exit_status"]) == ("preempted", 75)
-    said = f"asked to stop ({case.number.name}): ended after update {end.status['update']} of "
-    assert end.status["reason"].startswith(said)
+    assert (end.status.state, end.status.exit_status) == ("preempted", 75)
+    said = f"asked to stop ({case.number.name}): ended after update {end.status.update} of "
+    assert end.status.reason.startswith(said)
     assert errors.count(said) == 1
-    assert _saved(end.folder) == end.status["update"] < STEPS
+    assert _saved(end.folder) == end.status.update < STEPS
     names = {path.name for path in (end.folder / "run").iterdir()}
-    assert names == {"checkpoints", "config.toml", "events.jsonl", "heartbeat.json", "metrics.jsonl", "status.json"}
+    assert names == {"checkpoints", "config.toml", "journal.jsonl", "metrics.jsonl"}
 
 
 @pytest.mark.parametrize("case", KILLED, ids=str)
 def test_a_killed_launcher_lets_its_ranks_save_and_a_killed_rank_is_named(ended, case):
     end = ended[case]
     if case.who < 0:
-        assert end.status["state"] == "preempted"
-        assert end.status["reason"].startswith("asked to stop (a launcher died): ended after update ")
-        assert _saved(end.folder) == end.status["update"]
+        assert end.status.state == "preempted"
+        assert end.status.reason.startswith("asked to stop (a launcher died): ended after update ")
+        assert _saved(end.folder) == end.status.update
         assert sorted(end.exit_statuses) == [-signal.SIGKILL, 75][: case.nodes]
     else:
-        assert (end.status["state"], end.status["exit_status"]) == ("failed", 1)
+        assert (end.status.state, end.status.exit_status) == ("failed", 1)
         assert end.exit_statuses == [1] * case.nodes
         died = f"rank {case.who} died; rank {1 - case.who} was in "
-        assert end.status["reason"].startswith(died)
+        assert end.status.reason.startswith(died)
         before, verdict, _ = (end.folder / "stderr.txt").read_text().partition(f"megamix train: {died}")
         assert verdict
         assert "Traceback" not in before
@@ -245,4 +245,4 @@ def test_under_nohup_a_run_outlives_its_terminal(tmp_path, data):
     for pid in (job.launchers[0].pid, *ranks.values()):
         os.kill(pid, signal.SIGHUP)
     end = _end(job, ranks)
-    assert (end.exit_statuses, end.status["state"], end.status["update"]) == ([0], "finished", 60)
+    assert (end.exit_statuses, end.status.state, end.status.update) == ([0], "finished", 60)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from megamix.supervise.run_status import read_status
 from tests.builders import tiny_job
 from tests.conftest import FULL
 from tests.slurm_cluster import Cluster, until
@@ -63,7 +64,7 @@ class Submitted:
         return {row["step"]: row["train/loss"] for row in rows if "train/loss" in row}
 
     def status(self):
-        return json.loads((self.folder / "run/status.json").read_text())
+        return read_status(self.folder / "run")
 
     def running(self):
         until(lambda: self.state == "RUNNING" and "slurm.sbatch: start" in self.log, "start", 60)
@@ -107,7 +108,7 @@ def test_a_job_that_is_signalled_is_queued_again_and_ends_as_an_undisturbed_one(
     before, _, after = job.log.partition("queueing the job again")
     assert cluster.job(job.number)["Restarts"] == "1", job.log
     assert [text.count("slurm.sbatch: start 1 on") for text in (before, after)] == [1, 1]  # the log is kept
-    assert job.status()["state"] == "finished"
+    assert job.status().state == "finished"
     assert job.losses() == undisturbed.losses()
 
 
@@ -132,7 +133,7 @@ def test_scancel_saves_and_queues_nothing_again(cluster, tmp_path, data):
     cluster.call("scancel", job.number)
     assert job.ended() == "CANCELLED"
     status = job.status()
-    assert (status["state"], status["exit_status"]) == ("preempted", 75)
+    assert (status.state, status.exit_status) == ("preempted", 75)
     saved = [path.name for path in (job.folder / "run/checkpoints").iterdir()]
-    assert f"step_{status['update']:08d}" in saved
+    assert f"step_{status.update:08d}" in saved
     assert cluster.job(job.number)["Restarts"] == "0"

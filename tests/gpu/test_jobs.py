@@ -112,7 +112,7 @@ def test_a_rank_that_hangs_is_named_and_ends_all(gpu_ranks, data, tmp_path):
     end = test_watchdog._ended(ranks)
     assert "NCCL" in ranks.said(0)
     assert end.statuses == [1, 1]
-    assert test_watchdog._verdict(test_watchdog._asleep, 1) in end.status["reason"]
+    assert test_watchdog._verdict(test_watchdog._asleep, 1) in end.status.reason
 
 
 def test_a_job_that_saves_beside_training_and_profiles_steps_keeps_to_its_own_gpu(gpu_ranks, data, tmp_path):

@@ -15,12 +15,13 @@ from types import SimpleNamespace
 import pytest
 
 from megamix.cli import main
-from megamix.report import journal
 from megamix.report.goodput import RUNNING, STALE, STALE_S, read_goodput, verdict
 from megamix.report.metrics import TAGS, MetricsWriter
 from megamix.report.page import NUMBERS, PAGE
 from megamix.run.checkpointing import RunCheckpoints
-from megamix.run.run_folder import CONFIG, EVENTS, HEARTBEAT, METRICS, SAMPLE
+from megamix.run.run_folder import CONFIG, METRICS, SAMPLE
+from megamix.supervise import journal
+from megamix.supervise.journal import JOURNAL, sign_line
 from megamix.supervise.ledger import Ledger
 from megamix.train import run as run_module
 from megamix.train.batches import Validation
@@ -39,19 +40,21 @@ class _Story:
 
     def __init__(self, folder):
         folder.mkdir(exist_ok=True)
+        (folder / JOURNAL).write_bytes(sign_line({}))
         self.folder, self.starts, self.t = folder, 0, T
 
     def start(self, t, step=0, **facts):
         self.starts, self.t = self.starts + 1, T + t
         self.row("start", 0, step, host="n1", steps=1000, **facts)
 
-    def row(self, kind, at, step, phase="trained", seconds=(), name=EVENTS, **more):
+    def row(self, kind, at, step, phase="trained", seconds=(), **more):
         row = {"t": self.t + at, "starts": self.starts, "kind": kind, "step": step, "tokens": step, "at": at}
-        with (self.folder / name).open("a" if name == EVENTS else "w") as file:
-            file.write(json.dumps({**row, "phase": phase, "seconds": dict(seconds), **more}) + "\n")
+        row |= {"phase": phase, "seconds": dict(seconds), **more}
+        with (self.folder / JOURNAL).open("r+b" if kind == "beat" else "ab") as file:
+            file.write(sign_line(row) if kind == "beat" else f"{json.dumps(row)}\n".encode())
 
     def beat(self, at, step, **seconds):
-        self.row("beat", at, step, seconds=BEGIN | seconds, name=HEARTBEAT)
+        self.row("beat", at, step, seconds=BEGIN | seconds)
 
     def end(self, at, step, state, phase="saving", reason="", **seconds):
         status = {"finished": 0, "preempted": 75, "gave_up": 3}.get(state, 1)
@@ -287,7 +290,7 @@ def test_the_status_of_runs_is_a_line_each_and_a_folder_without_a_start_hides_no
     header, none, first, second = (line.split() for line in capsys.readouterr().out.splitlines())
     assert header == ["run", "state", "step", "loss", "tokens/s", "eta", "goodput", "reason"]
     assert none[:2] == ["begun", "none"]
-    assert f"{begun} has no start in events.jsonl" in " ".join(none)
+    assert f"{begun} has no start in journal.jsonl" in " ".join(none)
     loss = f"{2 + 9 / (99_999 if FULL else 6099):.4f}"
     assert first == ["mine", "running", "6,100/1,000", loss, "100,000", "2", "h", "00", "min", "50.3%"]
     assert second == ["other", "gave_up", "0/1,000", "0.0%", "started", "4", "times"]
@@ -298,9 +301,10 @@ def test_a_row_that_a_kill_has_cut_is_left_out_and_so_are_losses_that_are_none(s
     story.trains(0, 0, 100)
     (story.folder / METRICS).write_text('{"step": 1, "train/loss": NaN}\n{"step": 2, "train/loss": Infinity}\n')
     page = _page_of(story).partition("no sign of life for")[0]
-    with (story.folder / EVENTS).open("a") as file:
+    with (story.folder / JOURNAL).open("a") as file:
         file.write(cut)
-    (story.folder / HEARTBEAT).write_text(cut)
+    with (story.folder / JOURNAL).open("r+") as file:
+        file.write(cut)
     assert _page_of(story).partition("no sign of life for")[0] == page
     assert main(["status", str(story.folder)]) == 0
 
@@ -317,7 +321,7 @@ def test_a_start_that_nobody_has_ended_was_killed_and_lost_rows_break_no_page(st
 
 @pytest.mark.parametrize("verb", ["report", "status"])
 def test_a_folder_that_is_no_run_is_named_with_the_fix(tmp_path, capsys, verb):
-    no_run = "has no start in events.jsonl; give the checkpoint.folder of a run"
+    no_run = "has no start in journal.jsonl; give the checkpoint.folder of a run"
     for folder, told in ((tmp_path, no_run), (tmp_path / "mien", "is no folder; give")):
         assert main([verb, str(folder)]) == 2
         assert f"RUN: {folder} {told}" in capsys.readouterr().err

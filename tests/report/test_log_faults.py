@@ -4,7 +4,6 @@ file is written anew, and a later start doubles no row.
 """
 
 import itertools
-import json
 import os
 import random
 import shutil
@@ -14,6 +13,7 @@ import pytest
 from megamix import log_file
 from megamix.config import ConfigError
 from megamix.log_file import LogFile
+from megamix.supervise.run_status import read_status
 from megamix.supervise.status import SaveFailedError
 from tests.builders import tiny_job
 from tests.conftest import FULL as MANY
@@ -152,7 +152,7 @@ def _all_of(folder):
 
 
 def _state(folder):
-    return json.loads((folder / "run/status.json").read_text())["state"]
+    return read_status(folder / "run").state
 
 
 @pytest.fixture(scope="module")
@@ -194,11 +194,20 @@ def test_a_disk_that_fails_for_a_while_costs_no_row(tmp_path, data, whole, fault
 def test_on_a_disk_that_is_full_for_good_it_goes_on_until_a_save_is_due(tmp_path, data, capsys, policy, updates):
     with broken_disk(tmp_path / "run") as disk, pytest.raises(SaveFailedError):
         _run(tmp_path, data, _fails(disk, {4: FULL}, room=100), on_save_failure=policy)
-    assert _state(tmp_path) == "running"  # the status from before the disk was full
-    (words,) = [line for line in capsys.readouterr().err.splitlines() if "status.json NOT written" in line]
-    assert f"NOT written: [Errno 28] No space left on device: '{tmp_path / 'run/status.json'}" in words
-    assert f"the run ended as failed (exit status 1) after update {updates}: the last checkpoint could not be" in words
-    assert f"No space left on device: '{tmp_path / 'run/checkpoints'}" in words
+    status = read_status(tmp_path / "run")  # in place, where it needs no new space
+    assert (status.state, status.exit_status, status.update) == ("failed", 1, updates)
+    assert status.reason.startswith("the last checkpoint could not be")
+    assert f"No space left on device: '{tmp_path / 'run/checkpoints'}" in status.reason
+    assert "journal.jsonl NOT written" not in capsys.readouterr().err
+
+
+def test_on_a_disk_that_takes_nothing_the_end_is_told_on_the_console(tmp_path, data, capsys):
+    with broken_disk(tmp_path / "run") as disk, pytest.raises(SaveFailedError):
+        _run(tmp_path, data, _fails(disk, {4: BROKEN}))
+    assert _state(tmp_path) == "running"  # the status from before the disk was broken
+    (words,) = [line for line in capsys.readouterr().err.splitlines() if "journal.jsonl NOT written" in line]
+    assert f"NOT written: [Errno 5] Input/output error: '{tmp_path / 'run/journal.jsonl'}" in words
+    assert f"the run ended as failed (exit status 1) after update {STEPS}: the last checkpoint could not be" in words
 
 
 def _killed(folder, data, monkeypatch, crash_at, faults, room=0, removed=False):

@@ -3,7 +3,6 @@ full, hung or another run's is told, ends no run and changes none of its bits. C
 are saved and stay, beside the newest, over stops and damage; the log says so.
 """
 
-import json
 import shutil
 import signal
 import sys
@@ -22,6 +21,7 @@ from megamix.run import checkpointing, copies
 from megamix.run.copies import Copier, takes_of
 from megamix.run.run_folder import checkpoint_words
 from megamix.supervise.run_lock import run_lock
+from megamix.supervise.run_status import read_status
 from megamix.supervise.status import PreemptedError
 from megamix.train.check import check
 from megamix.train.judge import outlook
@@ -147,7 +147,7 @@ def test_a_run_goes_on_bit_for_bit_from_the_copies_of_a_lost_one(tmp_path, data,
     shutil.rmtree(tmp_path / "run/checkpoints")
     shutil.copytree(copied / "checkpoints/step_00000003", tmp_path / "run/checkpoints/step_00000003")
     run_ranks(run_on_ranks, 2, config)
-    assert json.loads((tmp_path / "run/status.json").read_text())["start"] == 3
+    assert read_status(tmp_path / "run").start == 3
     assert differences(end_of(tmp_path), whole) == []
     assert not (copied / "run.lock").exists()
 
@@ -166,7 +166,7 @@ def test_a_target_in_trouble_is_told_and_ends_no_run(tmp_path, data, plain, caps
     assert str(target) in line
     assert told.count(NOT_FINISHED) == 1
     assert differences(end_of(tmp_path), plain) == []
-    assert json.loads((tmp_path / "run/status.json").read_text())["state"] == "finished"
+    assert read_status(tmp_path / "run").state == "finished"
 
 
 def test_a_target_that_hangs_is_left_behind_at_the_end(tmp_path, data, capsys, monkeypatch):

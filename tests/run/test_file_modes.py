@@ -30,7 +30,13 @@ def test_those_may_read_a_run_whom_the_umask_lets(tmp_path, run_ranks, umask, ba
     write_data(tmp_path / "data", tokenizer=True)
     run_ranks(_run_with, 2, umask, tmp_path, bad)
     modes = {path: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "run").rglob("*")}
-    names = {"weights.safetensors", "metrics.jsonl", "manifest.json", "status.json", *(["gave_up.txt"] if bad else [])}
+    names = {
+        "weights.safetensors",
+        "metrics.jsonl",
+        "manifest.json",
+        "journal.jsonl",
+        *(["gave_up.txt"] if bad else []),
+    }
     assert names <= {path.name for path in modes}
     wrong = {path: mode for path, mode in modes.items() if mode != (0o777 if path.is_dir() else 0o666) & ~umask}
     assert wrong == {}

@@ -3,7 +3,6 @@ with them. If they do not fit either, the first error stays.
 """
 
 import errno
-import json
 import os
 import signal
 from contextlib import nullcontext
@@ -18,6 +17,7 @@ from megamix.checkpoint.folder import CHECKPOINTS, Files
 from megamix.comm.topology import Topology
 from megamix.hub.source import open_source
 from megamix.signals import LeaveRequest
+from megamix.supervise.run_status import read_status
 from megamix.supervise.status import EndedEarlyError
 from megamix.train import ranks
 from tests.builders import EXPERTS, tiny_job
@@ -76,9 +76,9 @@ def _on_a_full_disk(config, asked, weights_fail):
 def test_weights_of_a_run_on_a_full_disk_are_kept_and_a_run_begins_with_them(run_ranks, tmp_path, data, job, asked):
     first, second = run_ranks(_on_a_full_disk, 2, _config(tmp_path, data, job), asked, False)
     assert first == second
-    status = json.loads((tmp_path / "run/status.json").read_text())
-    assert (status["state"], status["exit_status"]) == ("failed", 1)
-    update = status["update"]
+    status = read_status(tmp_path / "run")
+    assert (status.state, status.exit_status) == ("failed", 1)
+    update = status.update
     assert (update < STEPS) is asked
     kept = tmp_path / f"run/weights_after_{update}/step_00000000"
     assert first.startswith("failed: the last checkpoint could not be saved: rank 0: OSError: ")

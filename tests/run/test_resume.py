@@ -3,7 +3,6 @@ scale, data order, logs, with each `shard`, whose bits are the same, and with Mu
 reported.
 """
 
-import json
 import os
 import random
 import re
@@ -24,6 +23,7 @@ from megamix.cli import main
 from megamix.config import ConfigError
 from megamix.inspect.overflows import GaveUpError
 from megamix.mixed_precision.settings import Shard
+from megamix.supervise.run_status import read_status
 from megamix.supervise.status import EndedEarlyError
 from megamix.tools.ranks import RankFailure, RankPool
 from megamix.train.trainer import Trainer
@@ -223,7 +223,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_leaves_no_trace_in_the_run(stoppe
     damage(_saved(stopped)[0])
     _run(_config(stopped, data))
     assert "step_00000003 after update 3" in capsys.readouterr().out
-    assert json.loads((stopped / "run/status.json").read_text())["start"] == 3
+    assert read_status(stopped / "run").start == 3
     assert differences(end_of(stopped), whole) == []
 
 
@@ -237,7 +237,7 @@ def test_where_all_are_damaged_a_run_does_not_begin_anew_and_leaves_its_logs_as_
         with pytest.raises(ConfigError, match=told):
             _run(_config(stopped, data, eval_interval=5))
         assert [path.read_bytes() for path in kept] == before
-    assert json.loads((stopped / "run/status.json").read_text())["state"] == "failed"
+    assert read_status(stopped / "run").state == "failed"
 
 
 @pytest.mark.parametrize(("version", "fix"), [(2, r"commit \w{7,8} is the last that reads it"), (4, "update megamix")])

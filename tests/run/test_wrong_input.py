@@ -27,10 +27,9 @@ from megamix.run.own_code import own_code
 from megamix.run.resume_rules import RNG_RULE, trained_on
 from megamix.run.run_folder import what_is_kept
 from megamix.supervise.run_lock import LOCK, run_lock
-from megamix.supervise.status import RunStatus
 from megamix.tools.plan.advice import by_shard
 from megamix.tools.plan.memory_plan import plan_memory
-from tests.builders import corpus_of, tiny_job, write_data
+from tests.builders import corpus_of, make_journal, tiny_job, write_data
 
 
 @pytest.fixture
@@ -75,7 +74,7 @@ def test_a_check_says_what_the_job_would_do(job, monkeypatch, capsys):
 
     assert told() == f"no problems; 1 rank; would start a new run in {run}\n"
     run.mkdir()
-    RunStatus(run, 40).begin(26, 0)
+    make_journal(run, 26).open()
     lost = "nothing was saved yet (checkpoint.save_interval is 500): 26 updates are lost"
     assert told() == f"no problems; 1 rank; would start a new run in {run}\n  {lost}\n"
     assert what_is_kept(load_config(config).checkpoint) == f"{lost}; the same command starts anew"

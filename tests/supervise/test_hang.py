@@ -7,8 +7,8 @@ import pytest
 from megamix.cli import main
 from megamix.signals import LeaveRequest
 from megamix.supervise.liveness import Position
-from megamix.supervise.status import RunStatus
 from megamix.supervise.watchdog import Watchdog
+from tests.builders import make_journal
 
 SUM, GATHER = "gloo:all_to_all", "gloo:all_gather"
 
@@ -25,7 +25,7 @@ def _write(folder, rank, *collectives):
 def _told(folder, capsys):
     assert main(["hang", str(folder)]) == 0
     first, *rest = capsys.readouterr().out.splitlines()
-    assert first == f"{folder / 'status.json'} says nothing"
+    assert first == f"{folder / 'journal.jsonl'} says nothing"
     return rest
 
 
@@ -59,8 +59,7 @@ def test_a_rank_without_a_record_and_ranks_alike_are_told(tmp_path, capsys):
 def test_a_start_of_fewer_ranks_leaves_no_record_of_ranks_that_are_no_more(tmp_path, capsys):
     for rank in range(3):
         _write(tmp_path, rank, ("0", 7, SUM))
-    status = RunStatus(tmp_path, 1)
-    with Watchdog(None, 60.0, status, LeaveRequest(), None, lambda: Position(0, "", 0, 0)):
+    with Watchdog(None, 60.0, make_journal(tmp_path), LeaveRequest(), None, lambda: Position(0, "", 0, 0)):
         pass
     assert main(["hang", str(tmp_path)]) == 2
     assert "has no collectives_rank*.json; give the folder of a failed run on several ranks" in capsys.readouterr().err

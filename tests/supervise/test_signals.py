@@ -2,7 +2,6 @@
 same update and save it, if there is time; started again the run ends bitwise equal.
 """
 
-import json
 import math
 import os
 import random
@@ -32,6 +31,7 @@ from megamix.signals import (
     shutdown_s,
     signals_noted,
 )
+from megamix.supervise.run_status import read_status
 from megamix.supervise.status import PreemptedError
 from megamix.train import ranks
 from megamix.train.trainer import Trainer
@@ -117,7 +117,7 @@ def _outcome(config):
 
 
 def _status(folder):
-    return json.loads((folder / "run/status.json").read_text())
+    return read_status(folder / "run")
 
 
 def _saved(folder):
@@ -146,17 +146,17 @@ def test_asked_at_any_instant_all_ranks_end_after_one_update_and_a_resumed_run_i
     first, second = (said.outcome for said in asked)
     assert first == second
     status = _status(tmp_path)
-    assert (status["state"], status["exit_status"], status["steps"]) == ("preempted", 75, STEPS)
+    assert (status.state, status.exit_status) == ("preempted", 75)
     newest = checkpoints(tmp_path / "run/checkpoints")[0]
-    said = f"asked to stop ({number.name}): ended after update {status['update']} of {STEPS}; saved {newest}"
-    assert first == status["reason"] == said
+    said = f"asked to stop ({number.name}): ended after update {status.update} of {STEPS}; saved {newest}"
+    assert first == status.reason == said
     # Another attempt begins after the signal; its outcome, which carries the request, is read two attempts later.
-    assert status["update"] <= asked[victim].begun + 3
-    assert _saved(tmp_path)[0] == status["update"]
+    assert status.update <= asked[victim].begun + 3
+    assert _saved(tmp_path)[0] == status.update
     assert run_ranks(_outcome, 2, config) == ["finished"] * 2
     assert differences(end_of(tmp_path), end) == []
     status = _status(tmp_path)
-    assert (status["state"], status["exit_status"], status["update"]) == ("finished", 0, STEPS)
+    assert (status.state, status.exit_status, status.update) == ("finished", 0, STEPS)
 
 
 def test_a_validation_ends_between_two_batches(tmp_path, data, run_ranks):
@@ -197,9 +197,9 @@ def test_a_save_for_which_the_launcher_does_not_wait_is_not_begun_on_any_rank(tm
     newest = checkpoints(tmp_path / "run/checkpoints")[0]
     told = "NOT saved, because the last save took 30.5 s and the launcher kills its ranks in 30.0 s; the newest"
     assert first.endswith(f"; {told} checkpoint is {newest}")
-    assert (_status(tmp_path)["state"], _status(tmp_path)["exit_status"]) == ("preempted", 75)
+    assert (_status(tmp_path).state, _status(tmp_path).exit_status) == ("preempted", 75)
     run_ranks(_asked_with_a_slow_disk, 2, config, 29.5)
-    assert _saved(tmp_path)[0] == _status(tmp_path)["update"] > SAVE_INTERVAL
+    assert _saved(tmp_path)[0] == _status(tmp_path).update > SAVE_INTERVAL
 
 
 def test_only_what_the_launcher_kills_after_sets_a_limit():

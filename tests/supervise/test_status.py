@@ -1,8 +1,7 @@
-"""`status.json` says how a run ended; a run that starts repeatedly without progress ends; a second job in a folder is
+"""The journal says how a run ended; a run that starts repeatedly without progress ends; a second job in a folder is
 refused on all ranks; a changed bit is not saved.
 """
 
-import json
 from itertools import count
 from unittest import mock
 
@@ -14,27 +13,34 @@ from megamix.checkpoint.folder import checkpoints
 from megamix.inspect.replicas import DamagedMemory
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.run import run_folder
+from megamix.supervise.journal import JOURNAL, Journal, Reached
+from megamix.supervise.ledger import Ledger, boot_s
 from megamix.supervise.run_lock import LOCK, run_lock
-from megamix.supervise.status import STATUS, RunStatus, StuckError
+from megamix.supervise.run_status import read_status, refuse_if_stuck
+from megamix.supervise.status import EndedEarlyError, PreemptedError, StuckError
 from megamix.train import main
 from megamix.train.trainer import Trainer
-from tests.builders import run_on_ranks, tiny_job
+from tests.builders import make_journal, run_on_ranks, tiny_job
 
 
 def _read(folder):
-    return json.loads((folder / STATUS).read_text())
+    return read_status(folder)
+
+
+ENDS = {"failed": EndedEarlyError, "preempted": PreemptedError, "gave_up": StuckError}
 
 
 def _starts(folder, story, max_restarts):
     """Start the run (from which update, to which end) until a start is refused. Return how many were allowed."""
     for allowed, (update, end) in enumerate(story):
-        status = RunStatus(folder, steps=100)
+        journal = make_journal(folder, update)
+        journal.open()
         try:
-            status.begin(update, max_restarts)
+            refuse_if_stuck(journal, max_restarts)
         except StuckError:
             return allowed
-        if end != "running":  # a killed one leaves what it wrote at its start
-            status.write(end, "planted")
+        if end in ENDS:  # a killed one leaves what it wrote at its start
+            journal.end(ENDS[end]("planted"))
     return len(story)
 
 
@@ -54,30 +60,37 @@ def test_starts_without_progress_are_counted_and_the_limit_holds(tmp_path, story
     assert _starts(tmp_path, story, max_restarts=2) == allowed
 
 
-def test_a_run_that_is_stuck_says_so_and_stays_so_until_the_file_is_removed(tmp_path):
+def test_a_run_that_is_stuck_says_so_and_stays_so_until_more_are_allowed_or_the_file_is_removed(tmp_path):
     assert _starts(tmp_path, [(40, "failed")] * 3, max_restarts=1) == 2
     status = _read(tmp_path)
-    assert (status["state"], status["exit_status"], status["update"], status["restarts"]) == ("gave_up", 3, 40, 2)
-    assert status["reason"] == (
-        "started 3 times from update 40 without progress (checkpoint.max_restarts 1); find out the reason, then remove "
-        f"{tmp_path / STATUS}. The last start's end: failed planted"
+    assert (status.state, status.exit_status, status.update, status.restarts) == ("gave_up", 3, 40, 2)
+    assert status.reason == (
+        "started 3 times from update 40 without progress (checkpoint.max_restarts 1); find out the reason, then write "
+        "max_restarts = 3 or more. The last start's end: failed planted"
     )
     assert _starts(tmp_path, [(40, "failed")], max_restarts=1) == 0
-    (tmp_path / STATUS).unlink()
+    assert _starts(tmp_path, [(40, "failed")], max_restarts=3) == 0  # a refused start counts, too
+    assert _starts(tmp_path, [(40, "failed")], max_restarts=5) == 1
+    assert _starts(tmp_path, [(40, "failed")], max_restarts=1) == 0
+    (tmp_path / JOURNAL).unlink()
     assert _starts(tmp_path, [(40, "failed")], max_restarts=1) == 1
 
 
 def test_an_older_save_after_all_is_counted_as_one_start(tmp_path):
     assert _starts(tmp_path, [(20, "failed")], max_restarts=1) == 1
-    status = RunStatus(tmp_path, steps=100)
+    place = Reached(40, 0)
+    journal = Journal(tmp_path, Ledger(boot_s()), lambda: place)
+    journal.open()
     for update, restarts in ((40, 0), (20, 1), (20, 1)):
-        status.begin(update, max_restarts=1)
-        assert (_read(tmp_path)["start"], _read(tmp_path)["restarts"]) == (update, restarts)
+        place = Reached(update, 0)
+        journal.tell("loaded")
+        refuse_if_stuck(journal, max_restarts=1)
+        assert (_read(tmp_path).start, _read(tmp_path).restarts) == (update, restarts)
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"state": "failed"}'])
+@pytest.mark.parametrize("text", ["", "[]", '{"state": "failed"}', '\n{"state": "failed"}'])
 def test_a_file_that_says_nothing_counts_for_nothing(tmp_path, text):
-    (tmp_path / STATUS).write_text(text)
+    (tmp_path / JOURNAL).write_text(text)
     assert _starts(tmp_path, [(0, "failed")], max_restarts=0) == 1
 
 
@@ -95,7 +108,7 @@ def test_a_job_that_fails_at_every_start_gives_up_on_all_ranks(tmp_path, data, r
     with mock.patch.object(Trainer, "train", side_effect=OSError("planted")):
         assert [_end_of(config)[0] for _ in range(2)] == ["OSError"] * 2
     assert [name for name, _ in run_ranks(_end_of, 2, config)] == ["StuckError"] * 2
-    assert _read(tmp_path / "run")["exit_status"] == 3
+    assert _read(tmp_path / "run").exit_status == 3
 
 
 def test_a_job_in_a_folder_where_another_one_runs_is_refused_on_all_ranks(tmp_path, data, run_ranks):
@@ -122,8 +135,8 @@ def test_a_bit_that_changed_in_memory_ends_the_run_and_nothing_is_saved(tmp_path
         run_on_ranks(config)
     status = _read(tmp_path / "run")
     # Found in the fourth attempt; two are known applied.
-    assert (status["state"], status["exit_status"], status["update"]) == ("failed", 1, 2)
-    assert status["reason"] == f"DamagedMemory: {damage.value}"
+    assert (status.state, status.exit_status, status.update) == ("failed", 1, 2)
+    assert status.reason == f"DamagedMemory: {damage.value}"
     assert not (tmp_path / "run" / run_folder.WEIGHTS).exists()
 
 
@@ -148,4 +161,4 @@ def test_a_peer_that_dies_before_the_watchdog_stands_leaves_failed(tmp_path, dat
     with mock.patch.object(AllOrNone, "apart", side_effect=gone), pytest.raises(RuntimeError):
         run_on_ranks(tiny_job(tmp_path, tokens=data))
     status = _read(tmp_path / "run")
-    assert (status["state"], status["reason"]) == ("failed", f"RuntimeError: {gone}")
+    assert (status.state, status.reason) == ("failed", f"RuntimeError: {gone}")

@@ -35,10 +35,10 @@ from megamix.signals import LeaveRequest
 from megamix.supervise import watchdog
 from megamix.supervise.liveness import EndReason, Position, RollCall, Sign
 from megamix.supervise.processes import process_start
-from megamix.supervise.status import RunStatus
+from megamix.supervise.run_status import read_status
 from megamix.supervise.watchdog import Watchdog
 from megamix.tools.ranks import DEADLINE_S
-from tests.builders import tiny_job, write_data
+from tests.builders import make_journal, tiny_job, write_data
 from tests.conftest import FULL
 from tests.train.fresh_ranks import FreshRanks
 
@@ -135,7 +135,7 @@ def _start(folder, data, fault, victim, timeout_s):
 def _ended(ranks):
     statuses = ranks.join(DEADLINE_S)
     took_s = ranks.ended_s - float((ranks.folder / "fault").read_text())
-    return Ended(ranks, statuses, took_s, json.loads((ranks.folder / "run/status.json").read_text()), ranks.folder)
+    return Ended(ranks, statuses, took_s, read_status(ranks.folder / "run"), ranks.folder)
 
 
 @pytest.fixture(scope="module")
@@ -160,7 +160,7 @@ def ended(tmp_path_factory):
     for case, ranks in started.items():
         ranks.join(DEADLINE_S)
         struck = (ranks.folder / "fault").exists()
-        fair = struck and (case in (SLOW, NO_MEMORY) or _verdict(*case) in _ended(ranks).status["reason"])
+        fair = struck and (case in (SLOW, NO_MEMORY) or _verdict(*case) in _ended(ranks).status.reason)
         results[case] = _ended(ranks if fair else start(case, "again", 4 * TIMEOUT_S))
     return results
 
@@ -177,14 +177,14 @@ def test_a_dead_or_hung_rank_ends_all_in_time_and_is_named_and_live_ones_leave_s
     if FULL:
         assert end.took_s < TIMEOUT_S + 2
     verdict = _verdict(fault, victim)
-    assert end.status["state"] == "failed"
-    assert verdict in end.status["reason"]
-    assert f"rank {victim}: last in {HANGS.get(fault, ('', ''))[1]}" in end.status["reason"]
+    assert end.status.state == "failed"
+    assert verdict in end.status.reason
+    assert f"rank {victim}: last in {HANGS.get(fault, ('', ''))[1]}" in end.status.reason
     # A rank may die with the last words of the attempt before unsent.
-    assert re.search(rf"attempt ({FAULT_AT - 1}|{FAULT_AT})\b", end.status["reason"])
+    assert re.search(rf"attempt ({FAULT_AT - 1}|{FAULT_AT})\b", end.status.reason)
     assert any(verdict in end.ranks.said(rank) for rank in range(2))
     if fault is _killed:  # the collective that broke is the consequence
-        assert end.status["reason"].startswith(verdict)
+        assert end.status.reason.startswith(verdict)
         assert end.ranks.said(1 - victim).partition(verdict)[0].endswith("megamix train: ")
         assert "Traceback" not in end.ranks.said(1 - victim).partition(verdict)[0]
     run = end.folder / "run"
@@ -205,7 +205,7 @@ def test_the_verb_hang_names_the_rank_or_the_stage_and_not_one_that_waits_for_it
         assert f"gloo:broadcast on rank {victim}" in told
         assert "these ranks ran different code" in told
     elif fault is _hangs_in_a_stage:  # torch records no message between two ranks by Gloo
-        reason = ended[fault, victim].status["reason"]
+        reason = ended[fault, victim].status.reason
         assert f"rank {victim}: last in forward_backward of stage {victim}, attempt {FAULT_AT} " in reason
     else:
         waits = f"in which rank {1 - victim} waited; the last of rank {victim}"
@@ -227,13 +227,13 @@ def test_a_rank_that_writes_its_checkpoint_slowly_is_waited_for(ended):
     took = re.search(r"^saved .* in ([0-9.]+) s$", end.ranks.said(0), re.MULTILINE)
     assert took is not None
     assert float(took[1]) > 1.2 * TIMEOUT_S
-    assert (end.statuses, end.status["state"]) == ([0, 0], "finished"), end.ranks.said(0)
+    assert (end.statuses, end.status.state) == ([0, 0], "finished"), end.ranks.said(0)
 
 
 def test_a_rank_without_memory_ends_all_with_the_status_that_says_so(ended):
     end = ended[NO_MEMORY]
     assert end.statuses == [4, 4]
-    assert end.status["reason"].startswith(f"rank 1, attempt {FAULT_AT}: ran out of memory: ")
+    assert end.status.reason.startswith(f"rank 1, attempt {FAULT_AT}: ran out of memory: ")
     assert [end.ranks.said(rank).count("ran out of memory") for rank in range(2)] == [1, 0]
     assert "Traceback" not in end.ranks.said(1)
     assert "_without_memory" in (end.folder / "run/stacks_rank1.txt").read_text()
@@ -305,7 +305,7 @@ def _run_whose_launcher_is_stopped(folder):
     moving = mock.Mock(side_effect=lambda: Position(next(spans), "training", 0, 0))
     with (
         mock.patch.object(watchdog, "_LAST_RESORT_S", 1.0),
-        Watchdog(roll, 1.0, RunStatus(folder, 1), LeaveRequest(), None, moving),
+        Watchdog(roll, 1.0, make_journal(folder), LeaveRequest(), None, moving),
     ):
         time.sleep(2.5)
     return "finished"

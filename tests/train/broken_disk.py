@@ -42,6 +42,8 @@ def broken_disk(folder, only=""):
     def open_file(file, mode="r", *rest, **more):
         if set(mode) & set("wxa") and not isinstance(file, int):
             check(file, FULL, BROKEN, NO_INODES)
+        if "+" in mode and not isinstance(file, int):
+            check(file, BROKEN)
         return io_open(file, mode, *rest, **more)
 
     def write(descriptor, content):

@@ -4,7 +4,6 @@ all, is not trained on.
 """
 
 import errno
-import json
 import os
 import re
 from functools import partial
@@ -18,6 +17,7 @@ from megamix.data.source import TokenFileSource, TokenSpan
 from megamix.data.steady_file import DataError
 from megamix.data.token_file import TokenFile, TokenFileWriter, bin_path, idx_path, token_file_fingerprint
 from megamix.parallel import build
+from megamix.supervise.run_status import read_status
 from megamix.supervise.status import WrongDataError
 from megamix.tools.ranks import DEADLINE_S
 from tests.builders import EXPERTS, run_on_ranks, tiny_job, write_data
@@ -132,8 +132,8 @@ def _config(folder, **settings):
 
 
 def _status(folder):
-    status = json.loads((folder / "run/status.json").read_text())
-    assert (status["state"], status["exit_status"]) == ("failed", 2)
+    status = read_status(folder / "run")
+    assert (status.state, status.exit_status) == ("failed", 2)
     return status
 
 
@@ -147,10 +147,10 @@ def test_a_file_that_is_cut_while_two_ranks_train_ends_both_with_its_name(tmp_pa
     assert ranks.join(DEADLINE_S) == [2, 2], ranks.said(0) + ranks.said(1)
     status = _status(tmp_path)
     told = f"{path} was changed while it was read: it had {size} bytes and has {size // 2}, "
-    assert re.match(rf"rank [01], attempt \d+: {re.escape(told)}", status["reason"])
+    assert re.match(rf"rank [01], attempt \d+: {re.escape(told)}", status.reason)
     assert ranks.said(0).count(told) == 1
     assert told not in ranks.said(1)
-    assert status["update"] <= FAULT_AT + 2
+    assert status.update <= FAULT_AT + 2
     newest = checkpoints(tmp_path / "run/checkpoints")[0]
     assert int(newest.name.removeprefix("step_")) <= FAULT_AT
     assert not (tmp_path / "run/weights.safetensors").exists()
@@ -163,7 +163,7 @@ def test_validation_data_that_are_cut_end_a_rank_alone_with_their_name(tmp_path)
         run_recorded(config, before=lambda plan: _cut(path) if plan.launched == 3 else None)
     assert told.value.exit_status == 2
     assert str(told.value).startswith(f"{path} was changed while it was read: it had ")
-    assert _status(tmp_path)["reason"] == str(told.value)
+    assert _status(tmp_path).reason == str(told.value)
     assert checkpoints(tmp_path / "run/checkpoints") == []
 
 
@@ -189,5 +189,5 @@ def test_a_file_that_is_replaced_while_the_run_starts_is_not_trained_on(tmp_path
     said = run_ranks(_replace_before_it_is_opened, 2, *case) if ranks > 1 else [_replace_before_it_is_opened(*case)]
     assert len({*said}) == 1
     assert said[0].endswith("data.train: its file was replaced or changed while the run started; start again")
-    assert _status(tmp_path)["update"] == 0
+    assert _status(tmp_path).update == 0
     assert not (tmp_path / "run/checkpoints").exists()

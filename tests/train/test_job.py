@@ -152,7 +152,7 @@ def test_weights_are_fp32_without_doubles_and_generate_reads_them(finished, caps
 def test_a_job_leaves_its_configuration_its_start_and_a_trace_and_nothing_unfinished(finished):
     config = load_config(finished / "run/config.toml")
     assert (config.training.steps, config.precision.dtype) == (20, "fp16")
-    start = json.loads((finished / "run/events.jsonl").read_text().splitlines()[0])
+    start = json.loads((finished / "run/journal.jsonl").read_text().splitlines()[1])
     weights = load_file(finished / "run/weights.safetensors")
     assert (start["ranks"], start["parameters"]) == (1, sum(tensor.numel() for tensor in weights.values()))
     assert start["machine"] == f"{num_cores()} cores of {cpu_name()}"

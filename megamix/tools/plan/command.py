@@ -108,15 +108,15 @@ def _measured(metrics: Path, hardware: Hardware) -> MeasuredStep:
 
     Raises: ValueError for a folder that is no run's, or whose run was too short; ConfigError.
     """
-    from megamix.report.journal import read_rows
     from megamix.run.run_folder import CONFIG, METRICS
+    from megamix.supervise.journal import read_rows
     from megamix.tools.plan.calibrate import measured_step
     from megamix.tools.plan.time_job import timed_job
 
     ranks = [row["ranks"] for row in read_rows(metrics.parent) if "ranks" in row]
     if len({*ranks}) != 1:  # rows do not say of which start they are
         raise ValueError(
-            f"--calibrate: got {metrics}; by events.jsonl beside it the starts had {ranks or 'no'} ranks, but one "
+            f"--calibrate: got {metrics}; by journal.jsonl beside it the starts had {ranks or 'no'} ranks, but one "
             "number is needed; name a run's own"
         )
     config = load_config(metrics.parent / CONFIG, imports=False)

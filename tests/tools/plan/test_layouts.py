@@ -125,12 +125,13 @@ def refused(capsys, *flags):
 
 
 def test_a_run_of_ones_own_narrows_the_band_and_another_is_refused(tmp_path, capsys):
-    config, events, metrics = (tmp_path / name for name in ("config.toml", "events.jsonl", "metrics.jsonl"))
+    config, events, metrics = (tmp_path / name for name in ("config.toml", "journal.jsonl", "metrics.jsonl"))
     flags = ["--gpus", "8", "--calibrate", str(metrics)]
     plain = f'base = "{SMALL[0]}"\nmodel.num_layers = 4\n'
     config.write_text(plain)
-    start = {"t": 1.0, "at": 0.0, "starts": 1, "step": 0, "kind": "start", "phase": "start", "seconds": {}, "ranks": 8}
-    events.write_text(f"{json.dumps(start)}\n")
+    start = {"t": 1.0, "at": 0.0, "starts": 1, "step": 0, "tokens": 0, "kind": "start", "phase": "start"}
+    start |= {"seconds": {}, "ranks": 8}
+    events.write_text(f"\n{json.dumps(start)}\n")
     rate = {"throughput/tokens_per_s": 4.8e6}
     metrics.write_text(f"{json.dumps(rate | {'time_share/forward_backward': 0.88})}\n" * 3)
     assert main(["plan", *SMALL, *flags]) == 0
@@ -143,7 +144,7 @@ def test_a_run_of_ones_own_narrows_the_band_and_another_is_refused(tmp_path, cap
     assert "has a line that is no row of a run's metrics; name the metrics.jsonl" in refused(capsys, *flags)
     config.unlink()
     assert "config.toml, there is no such file" in refused(capsys, *flags)
-    events.write_text(f"{json.dumps(start)}\n{json.dumps(start | {'ranks': 4})}\n")
+    events.write_text(f"\n{json.dumps(start)}\n{json.dumps(start | {'ranks': 4})}\n")
     assert "the starts had [8, 4] ranks, but one number is needed; name a run's own" in refused(capsys, *flags)
     events.unlink()
     assert "the starts had no ranks, but one number is needed; name a run's own" in refused(capsys, *flags)

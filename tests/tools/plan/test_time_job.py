@@ -13,8 +13,8 @@ import torch
 from megamix.config import LatentSizes, load_config
 from megamix.machine import num_cores
 from megamix.model.sizes import dense_peak
-from megamix.report.journal import read_rows
 from megamix.supervise.console import Console
+from megamix.supervise.journal import read_rows
 from megamix.tools.doctor.finding import not_here
 from megamix.tools.doctor.host import judge_cores
 from megamix.tools.doctor.measured import judge_rates, judge_wire
