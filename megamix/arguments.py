@@ -4,11 +4,11 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megamix.config import Config, nearest
+from megamix.config import nearest
 from megamix.plugins import PluginError
 from megamix.progress import ProgressLine
 from megamix.supervise.console import drop_unwritten, say
@@ -55,13 +55,13 @@ def add_config(parser: argparse.ArgumentParser, help: str = "TOML file", nargs: 
     parser.add_argument("overrides", metavar="section.key=value", nargs="*", default=[], help="win over the file")
 
 
-def check_plugins(arguments: argparse.Namespace, config: Config) -> None:
+def check_plugins(arguments: argparse.Namespace, plugins: Sequence[str]) -> None:
     """Refuse plugins of `--plugins` that the configuration does not name.
 
     Saved files and started processes would not know of them.
     """
-    if unknown := [name for name in arguments.plugins if name not in config.plugins]:
-        fix = f"write plugins = {json.dumps([*config.plugins, *unknown])} on top of {arguments.config}"
+    if unknown := [name for name in arguments.plugins if name not in plugins]:
+        fix = f"write plugins = {json.dumps([*plugins, *unknown])} on top of {arguments.config}"
         raise PluginError(f"plugins: {', '.join(unknown)} named by --plugins alone; {fix}")
 
 

@@ -105,6 +105,15 @@ def test_imports_go_from_a_higher_layer_to_a_lower_one_and_in_no_circle():
     assert circle(PACKAGE) == []
 
 
+def test_a_configuration_is_taken_apart_by_the_job_and_a_job_by_nobody_else():
+    names = {"megamix.config.Config", "megamix.config.config.Config"}, {"megamix.train.job.Job"}
+    for module, path in modules(PACKAGE).items():
+        room, found = room_of(module), {*imported(path)}
+        above = room.startswith("tools") or LAYER[room] >= LAYER["train"] or room == "config"
+        assert above or not names[0] & found, module
+        assert room == "train" or not names[1] & found, module
+
+
 def test_the_design_page_draws_the_rooms_as_they_are():
     page = (ROOT / "docs/design.md").read_text()
     rows = re.findall(r"^\| (\d+) \| `megamix/([\w/]+)(?:\.py|/)` \|", page, flags=re.MULTILINE)

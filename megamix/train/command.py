@@ -77,7 +77,7 @@ def job_of(arguments: argparse.Namespace, tell: Callable[[str], None]) -> Config
 
         problems = JobCorpus(error.sound.data, error.sound.model).problems()
         raise ConfigError([*error.problems, *problems], error.source) from None
-    check_plugins(arguments, config)
+    check_plugins(arguments, config.plugins)
     return config
 
 

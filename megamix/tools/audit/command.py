@@ -71,7 +71,7 @@ def _of_job(arguments: argparse.Namespace) -> Iterator[str]:
     It uses the ranks that torchrun started; without torchrun, it starts as many as divide the model.
     """
     config, updates = load_config(arguments.config, arguments.overrides), arguments.updates
-    check_plugins(arguments, config)
+    check_plugins(arguments, config.plugins)
     config = at_own_size(config, arguments.overrides)
     section, started = config.parallelism, int(os.environ.get("WORLD_SIZE", "1"))
     others = axis_sizes(section)

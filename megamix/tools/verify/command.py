@@ -92,7 +92,7 @@ def _config_lines(arguments: argparse.Namespace) -> Iterator[str]:
     if (script := str(arguments.config).partition(":")[0]).endswith(".py"):
         arguments.parser.error(f"CONFIG: got {arguments.config}, no TOML file", f"write --trainer {script}:MyTrainer")
     config = load_config(arguments.config, arguments.overrides)
-    check_plugins(arguments, config)
+    check_plugins(arguments, config.plugins)
     names = (arguments.layouts or "dp1,dp2").split(",")
     config = at_own_size(config, arguments.overrides, names)
     layouts = parse_layouts(config, names)

@@ -30,7 +30,6 @@ from megamix.signals import LeaveRequest
 from megamix.supervise.status import PreemptedError
 from megamix.tools.verify.core.layout import Layout
 from megamix.tools.verify.core.observed_step import ObservedStep, Poison, UsedValues, observed, rank_device
-from megamix.train.job import Job
 from megamix.train.main import run_job
 from megamix.train.trainer import Trainer
 
@@ -117,8 +116,8 @@ def watch_job(config: Config, until: int | None = None) -> list[Seen]:
 class _WatchedTrainer(Trainer):
     """Trainer that writes down each attempt's input and result, plants overflows, and leaves in time."""
 
-    def __init__(self, until: int | None, seen: list[Seen], job: Job):
-        super().__init__(job)
+    def __init__(self, until: int | None, seen: list[Seen], *job: Any):
+        super().__init__(*job)
         self._until, self._seen, self._poison = until, seen, Poison(self.engine)
         self._used, self._to_overflow, self._rows = UsedValues(), set(OVERFLOWS), list[Tensor]()
 
