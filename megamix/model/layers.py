@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from megamix.config import RopeScaling
+from megamix.config import ModelConfig, RopeScaling
 from megamix.model.cross_entropy import Slopes, capped_slopes, linear_cross_entropy, slopes
 from megamix.model.initial import draw_normal
 from megamix.model.ops import Ops
@@ -152,6 +152,14 @@ class LayerNorm(nn.LayerNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.ops.layer_norm(x, self.weight, self.bias, self.eps)
+
+
+# The norms of the residual stream, by the names that model.norm may have.
+NORMS: dict[str, Callable[[ModelConfig, Ops], nn.Module]] = {
+    "rmsnorm": lambda config, ops: RMSNorm(config.hidden_size, config.norm_eps, ops),
+    "rmsnorm_1p": lambda config, ops: RMSNorm(config.hidden_size, config.norm_eps, ops, plus_one=True),
+    "layernorm": lambda config, ops: LayerNorm(config.hidden_size, config.norm_eps, config.bias, ops),
+}
 
 
 class RotaryTables(NamedTuple):

@@ -13,7 +13,7 @@ from megamix.model.context import BlockCache, Documents
 from megamix.model.decoder import Decoder
 from megamix.model.experts import Experts
 from megamix.model.feed_forward import FeedForward
-from megamix.model.layers import Embedding, LayerNorm, RMSNorm, RotaryTable, RotaryTables, TwoRotaryTables
+from megamix.model.layers import NORMS, Embedding, RotaryTable, RotaryTables, TwoRotaryTables
 from megamix.model.ops import Ops
 from megamix.model.recompute import normed
 
@@ -28,15 +28,16 @@ class Block(nn.Module):
         self.dropout, self.ops, self.scale = config.dropout, ops, config.residual_scale
         self.selective = config.recompute == "selective"
         before, after = config.norm_place != "after", config.norm_place != "before"
-        self.attention_norm = _stream_norm(config, ops) if before else None
+        norm = NORMS[config.norm]
+        self.attention_norm = norm(config, ops) if before else None
         latent = config.latent_attention
         self.attention = LatentAttention(config, latent, ops, layer) if latent else Attention(config, ops, layer)
-        self.attention_end_norm = _stream_norm(config, ops) if after else None
-        self.feed_forward_norm = _stream_norm(config, ops) if before else None
+        self.attention_end_norm = norm(config, ops) if after else None
+        self.feed_forward_norm = norm(config, ops) if before else None
         experts = sizes.experts(config, layer)
         inner = sizes.ffn_hidden_size(config)
         self.feed_forward = Experts(config, experts, ops) if experts else FeedForward(config, ops, inner)
-        self.feed_forward_end_norm = _stream_norm(config, ops) if after else None
+        self.feed_forward_end_norm = norm(config, ops) if after else None
 
     def forward(
         self, x: Tensor, rotary: RotaryTables | None, documents: Documents | None, cache: BlockCache | None
@@ -54,12 +55,6 @@ class Block(nn.Module):
         branch = branch if norm is None else norm(branch)
         branch = branch if self.scale == 1 else branch * self.scale
         return self.ops.dropout(branch, self.dropout) if self.dropout and self.training else branch
-
-
-def _stream_norm(config: ModelConfig, ops: Ops) -> nn.Module:
-    if config.norm == "layernorm":
-        return LayerNorm(config.hidden_size, config.norm_eps, config.bias, ops)
-    return RMSNorm(config.hidden_size, config.norm_eps, ops, plus_one=config.norm == "rmsnorm_1p")
 
 
 class Transformer(Decoder):
@@ -107,7 +102,7 @@ class Transformer(Decoder):
         return self.config.attention_softcap is None and super().takes_borders(x)
 
     def last_norm(self) -> nn.Module:
-        return _stream_norm(self.config, self.ops)
+        return NORMS[self.config.norm](self.config, self.ops)
 
     @classmethod
     def effective(cls, config: ModelConfig) -> dict[str, Any]:

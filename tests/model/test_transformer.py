@@ -4,13 +4,14 @@ graph for all blocks.
 
 import functools
 import math
+from typing import get_args
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from megamix.config import ModelConfig
-from megamix.model.layers import RotaryTable
+from megamix.model.layers import NORMS, RotaryTable
 from megamix.model.ops import Ops
 from megamix.model.transformer import Transformer
 from tests.model.rounding import FP16_WIDE, UNIT
@@ -176,3 +177,7 @@ def test_a_sequence_longer_than_the_model_is_refused_with_the_way_out():
 def test_sizes_that_do_not_divide_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         model_of(**changes)
+
+
+def test_each_norm_that_a_job_may_name_is_there():
+    assert {*get_args(ModelConfig.model_fields["norm"].annotation)} == NORMS.keys()
