@@ -48,7 +48,7 @@ _VALID = "data.valid"  # begins the keys of all its sets
 
 
 class JobCorpus:
-    """What a run reads, by its section [data], in samples for a model. Files are opened when a source is asked for."""
+    """Finds what a run reads, by its section [data]. Files are opened when a source is asked for."""
 
     def __init__(self, section: DataConfig, model: DecoderConfig):
         self.section, self.seq_len, self.vocab_size = section, model.seq_len, model.vocab_size

@@ -1,4 +1,4 @@
-"""What differs between two configurations, by `section.key`, and what may."""
+"""Tells what differs between two configurations, by `section.key`, and what may differ."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple

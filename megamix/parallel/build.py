@@ -124,7 +124,7 @@ def divide_work(
             divide(model, connect(axis), **{key: value for key, value in getattr(parallelism, name) if key != "size"})
 
 
-# What the ranks along each of our own axes divide, as a plugin registers it for its own.
+# The functions that divide the work along our own axes. A plugin registers one for its own axis.
 _OWN_AXES: dict[str, Callable[[Decoder, Collectives, ParallelismConfig], None]] = {
     "cp": lambda model, ranks, keys: divide_positions(model, ranks, by_heads=keys.cp_method == "heads"),
     "tp": lambda model, ranks, keys: divide_layers(model, Border(ranks, sequence=keys.sequence_parallel)),

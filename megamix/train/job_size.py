@@ -17,7 +17,7 @@ from megamix.run.least_memory import GIB, STATES, LeastHeld, amount
 
 
 class JobSize:
-    """What a job takes of this machine, for the ranks that this environment starts. Raises: as `LeastHeld`."""
+    """Counts what a job takes of this machine, on the ranks that this environment starts. Raises: as `LeastHeld`."""
 
     def __init__(self, config: Config):
         averages = config.training.average is not None
