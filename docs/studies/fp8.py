@@ -26,12 +26,13 @@ SIZES = {
         "training.steps=12", "training.eval_interval=4", "training.eval_batches=2", "lr_schedule.warmup_steps=4",
     ),
 }  # fmt: skip
-WAYS = {"BF16": "none", "FP8, rowwise": "rowwise", "FP8, tensorwise": "tensorwise"}
+WAYS = {"BF16": "half", "FP8, rowwise": "rowwise", "FP8, tensorwise": "tensorwise"}
 LR = 8e-3
 
 
 def train(run: Run, texts: Path, folder: Path) -> Curve:
-    settings = (*SETTINGS, *SIZES[run.size], f"precision.fp8.recipe={WAYS[run.way]}")
+    in_fp8 = () if run.way == "BF16" else (f"precision.fp8.recipe={WAYS[run.way]}",)
+    settings = (*SETTINGS, *SIZES[run.size], *in_fp8)
     return long_runs.train(run, "quickstart.toml", settings, texts, folder)
 
 

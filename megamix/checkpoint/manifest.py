@@ -6,7 +6,6 @@ JSON is checked when it is read: unknown fields and other types are refused.
 """
 
 import re
-import tomllib
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 from safetensors import SafetensorError
 
-from megamix.config import ConfigError
+from megamix.config import ConfigError, saved_tree
 
 Count = Annotated[int, Field(ge=0, le=2**53)]  # JSON's numbers are exact up to here in every reader
 
@@ -123,8 +122,8 @@ class RunRecord(Record):
     rng_rule: str = ""
 
     def tables(self) -> dict[str, dict[str, Any]]:
-        """Return the configuration as it was written, by section."""
-        return tomllib.loads(self.config)
+        """Return the configuration, by section, with the present keys. Raises: ValueError if it is no TOML."""
+        return saved_tree(self.config)
 
 
 class Manifest(Record):

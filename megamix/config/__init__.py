@@ -11,6 +11,7 @@ pace            length of a run, sizes of its global batches, tokens of its upda
 checks          checks over more than one field, by topic
 mesh_checks     checks of the mesh of ranks and of a pipeline's schedule
 unread          keys that are read only where another key says so
+old_keys        keys that were, and what they are now: a file of names
 problems        problems in words: field, value and fix
 other_trainers  keys of other trainers, and what they are called here: a file of names
 toml_text       tables of a configuration as TOML
@@ -49,6 +50,7 @@ from megamix.config.model_and_data import (
     default_ffn_hidden_size,
     whole_weights,
 )
+from megamix.config.old_keys import saved_tree
 from megamix.config.optimizers import OptimizerConfig
 from megamix.config.pace import Pace
 from megamix.config.problems import ConfigError, nearest, override_meant

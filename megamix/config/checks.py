@@ -270,7 +270,7 @@ def _precision(config: Any) -> Found:
 
 def _fp8(config: Any) -> Found:
     fp8, dtype, key = config.precision.fp8, config.precision.dtype, "precision.fp8.recipe"
-    if not fp8.recipe or fp8.recipe == "none":
+    if not fp8:
         return
     if fp8.recipe == "rowwise" and dtype == "fp16":
         fix = 'write recipe = "tensorwise" or precision.dtype = "bf16"'
@@ -278,7 +278,7 @@ def _fp8(config: Any) -> Found:
     if dtype == "fp32":
         yield key, 'but products of FP32 stay FP32; write precision.dtype = "bf16"'
     if config.model.family == "transformers":
-        yield key, 'but family = "transformers" computes by modules of its own; write recipe = "none"'
+        yield key, 'but family = "transformers" computes by modules of its own; write precision.fp8 = false'
     rows = config.training.micro_batch_size * config.model.seq_len // config.parallelism.cp_size
     if fp8.weight_grad == "fp8" and rows % 16:
         sums = f"which sums over the {rows} tokens of a rank's micro-batch, must be a multiple of 16"

@@ -133,3 +133,20 @@ def _section_in(parts: Sequence[Any], table: object, beside: Mapping[str, Any]) 
         if found := _section_in(get_args(part)[::-1], table, beside):
             return found
     return None
+
+
+def is_off(value: object) -> bool:
+    """Tell whether a value turns an optional table off: false, or of ranks along an axis a single one."""
+    return value is False or value == {"size": 1}
+
+
+def without_off(section: type[Section] | None, table: Tree) -> Tree:
+    """Return a table without the optional ones in it that are turned off. One that must be there keeps its value, which
+    its type refuses.
+    """
+    kept: Tree = {}
+    for name, value in table.items():
+        inner, field = section_at(section, [name], table), None if section is None else section.model_fields.get(name)
+        if not (inner and field and field.default is None and is_off(value)):
+            kept[name] = without_off(inner, value) if inner is not None and isinstance(value, dict) else value
+    return kept

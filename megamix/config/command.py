@@ -1,11 +1,16 @@
-"""The verb `config`: a configuration with every key that is read, or the schema of one."""
+"""The verb `config`: a configuration with every key that is read, the schema of one, or one with the present keys."""
 
 import argparse
 import json
 from collections.abc import Iterator
+from pathlib import Path
 
 from megamix.arguments import Parser, add_config, lines_told
 from megamix.config import ConfigError, config_schema, load_config
+from megamix.config.load import read_file
+from megamix.config.old_keys import upgraded_text
+from megamix.data import installing
+from megamix.durable import write_text
 
 
 def config_arguments(parser: Parser) -> None:
@@ -14,6 +19,7 @@ def config_arguments(parser: Parser) -> None:
     kind = parser.add_mutually_exclusive_group(required=True)
     kind.add_argument("--show", action="store_true", help="the effective configuration, with every key that is read")
     kind.add_argument("--schema", action="store_true", help="JSON Schema of a configuration file")
+    kind.add_argument("--upgrade", action="store_true", help="write the present keys into the file, for old ones")
 
 
 @lines_told
@@ -22,6 +28,24 @@ def run_config(arguments: argparse.Namespace) -> Iterator[str]:
         yield json.dumps(config_schema(), indent=2)
         return
     if arguments.config is None:
-        raise ConfigError(["config: missing; write megamix config CONFIG --show"], "flags")
+        flag = "--upgrade" if arguments.upgrade else "--show"
+        raise ConfigError([f"config: missing; write megamix config CONFIG {flag}"], "flags")
+    if arguments.upgrade:
+        yield from _upgrade(Path(arguments.config))
+        return
     config = load_config(arguments.config, arguments.overrides, say=lambda line: print(f"# {line}"))
     yield config.text.removesuffix("\n")
+
+
+def _upgrade(path: Path) -> Iterator[str]:
+    """Write the present keys into a file, in place of old ones."""
+    text, _ = read_file(path, f"config: got {path}")
+    try:
+        new, lines = upgraded_text(text)
+    except ImportError:
+        raise ConfigError([f"--upgrade: needs the package tomlkit; {installing('upgrade')}"], "flags") from None
+    except ValueError as error:
+        raise ConfigError([f"config: got {path}, {error}"], str(path)) from None
+    if lines:
+        write_text(path, new)
+    yield from lines or [f"{path}: has no key of an earlier version"]

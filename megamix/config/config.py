@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Any, Self
 
 from megamix.config.choices import Tree
+from megamix.config.old_keys import saved_tree
 from megamix.config.pace import Pace
 from megamix.config.sections import Tables
 from megamix.config.toml_text import tables_to_toml
@@ -60,7 +60,7 @@ def effective_tables(text: str) -> Tree:
     """Return what an effective configuration says, for comparing two: the keys that are read, and the defaults of all
     others, which a file that was written before a key came need not know. Raises: ValueError if it is no TOML.
     """
-    read, _ = drop_unread(tomllib.loads(text))
+    read, _ = drop_unread(saved_tree(text))
     return with_defaults(Tables, read)
 
 

@@ -4,6 +4,7 @@ import os
 import re
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,9 +12,10 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from megamix.config.checks import check_config, draft_of
-from megamix.config.choices import Tree, section_at
+from megamix.config.choices import Tree, is_off, section_at, without_off
 from megamix.config.config import Config
 from megamix.config.model_and_data import RECOMPUTE_TAGS
+from megamix.config.old_keys import upgrade
 from megamix.config.problems import (
     ConfigError,
     dropped_line,
@@ -30,7 +32,6 @@ from megamix.config.unread import (
     drop_unread,
     is_set,
     setting,
-    without,
     without_defaults,
 )
 from megamix.plugins import PluginError, import_plugins, require_plugins
@@ -93,16 +94,18 @@ def config_from_dict(*trees: Mapping[str, Any]) -> Config:
 
     Raises: ConfigError with everything that is wrong, as `load_config`.
     """
-    return _build([Layer("configuration", dict(tree)) for tree in trees], [], "configuration", lambda line: None)
+    layers = [Layer("configuration", deepcopy(dict(tree))) for tree in trees]
+    return _build(layers, [], "configuration", lambda line: None)
 
 
 def _build(layers: list[Layer], problems: list[str], source: str, say: Callable[[str], None]) -> Config:
     unimported = _import_plugins(layers)  # first: a saved table's defaults are known to its plugin alone
+    problems += _upgraded(layers)
     layers = [_without_saved_defaults(layer) for layer in layers]
     if unimported:
         # Names that the plugin would have registered are not reported as unknown.
         raise ConfigError([*problems, unimported], source)
-    tree = _merged(layers)
+    tree = without_off(Config, _merged(layers))
     errors = _errors(tree)
     bad = [item["loc"] for item in errors]
     read, found = drop_unread(tree, bad)
@@ -130,24 +133,22 @@ def _sound(read: Tree, bad: Sequence[tuple[int | str, ...]]) -> Config | None:
     return Config.model_construct(**sections)
 
 
-# Keys that were, with the defaults that configurations of runs list.
-_GONE = {
-    "optimizer.muon.batched": False,
-    "optimizer.nag.dampening": 0.0,
-    "precision.fp8.half_first": 0,
-    "precision.fp8.half_last": 0,
-}
+def _upgraded(layers: Sequence[Layer]) -> list[str]:
+    """Put the present keys for old ones. Return a line for each, unless a run has written it."""
+    problems = list[str]()
+    for layer in layers:
+        rewrites = f"; megamix config --upgrade {layer.name} does so" if os.path.isfile(layer.name) else ""
+        for key, value, now in upgrade(layer.tree):
+            line = f"{key}: got {short(value)}, a key of an earlier version; {now}{rewrites}"
+            problems += [] if layer.is_saved else [line]
+    return problems
 
 
 def _without_saved_defaults(layer: Layer) -> Layer:
     """Return a layer; of a run's effective configuration without the defaults that it lists, which nobody chose."""
     if not layer.is_saved:
         return layer
-    tree = without_defaults(Config, layer.tree)
-    for key, default in _GONE.items():
-        if setting(tree, key) == default:
-            tree = without(tree, key.split("."))
-    return layer._replace(tree=tree)
+    return layer._replace(tree=without_defaults(Config, layer.tree))
 
 
 def _merged(layers: Sequence[Layer]) -> Tree:
@@ -220,8 +221,8 @@ def _origin(key: str, layers: Sequence[Layer]) -> int:
 
 
 def _over(below: Any, above: Any) -> Any:
-    """Merge two trees, table by table and key by key; `above` wins."""
-    if isinstance(below, dict) and isinstance(above, dict):
+    """Merge two trees, table by table and key by key; `above` wins. One that turns a table off leaves nothing of it."""
+    if isinstance(below, dict) and isinstance(above, dict) and not is_off(above):
         return below | {key: _over(below.get(key), value) for key, value in above.items()}
     return above
 
@@ -256,10 +257,9 @@ def _read_layers(path: Path, imports: bool) -> list[Layer]:
     while True:
         files.append(str(path))
         what = f"base: got {files[-1]}, named by {files[-2]}" if layers else f"config: got {files[-1]}"
-        text = _read(path, what)
+        text, tree = read_file(path, what)
         if any(os.path.samefile(path, layer.name) for layer in layers):
             raise ConfigError([f"{what}, files inherit in a circle: {' -> '.join(files)}; remove one base"])
-        tree = _parse(text, what)
         base = tree.pop("base", None)
         imports = imports and not _is_of_a_run(path)
         is_saved = _is_of_a_run(path) or bool(_NOT_SET.search(text))
@@ -278,10 +278,11 @@ def _is_of_a_run(path: Path) -> bool:
     return path.is_symlink() and _is_of_a_run(path.parent / path.readlink())
 
 
-def _read(path: Path, what: str) -> str:
-    """Return a file's text. Raises: ConfigError with a path to write."""
+def read_file(path: Path, what: str) -> tuple[str, Tree]:
+    """Return a file's text and what it says. `what`: begins a line about it. Raises: ConfigError with what to write."""
     try:
-        return path.read_text(encoding="utf-8-sig")
+        text = path.read_text(encoding="utf-8-sig")
+        return text, tomllib.loads(text)
     except FileNotFoundError:
         # without their ending: names that share it alone are not similar
         near = nearest(path.stem, [file.stem for file in path.parent.glob("*.toml")])
@@ -293,11 +294,6 @@ def _read(path: Path, what: str) -> str:
         job = f"a run goes on by the file that began it, or by {path / 'config.toml'}"
         fix = job if os.path.isfile(path / "config.toml") else "write the path of a TOML file"
         raise ConfigError([f"{what}, cannot be read: {reason}; {fix}"]) from error
-
-
-def _parse(text: str, what: str) -> dict[str, Any]:
-    try:
-        return tomllib.loads(text)
     except ValueError as error:
         other = what.endswith((".json", ".yaml", ".yml"))
         fix = "write it as configs/quickstart.toml is written" if other else "correct that line (text needs quotes)"

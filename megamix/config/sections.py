@@ -39,9 +39,9 @@ class LrScheduleConfig(Section):
 class FP8Config(Section):
     """Products in FP8: which layers, and what of them. Embedding, head, router and experts stay half."""
 
-    recipe: Literal["none", "rowwise", "tensorwise"] = "none"
+    recipe: Annotated[Literal["rowwise", "tensorwise"], Field(examples=["rowwise"])]
     """Part of a product's operand that has one scale. rowwise: a row, which keeps small rows; needs dtype "bf16".
-    tensorwise: the whole operand. none: all products are of dtype. A GPU must be at least SM 8.9."""
+    tensorwise: the whole operand. A GPU must be at least SM 8.9."""
     grad: Literal["e5m2", "e4m3"] = "e5m2"
     """Format of gradients in products. e5m2 has the range of FP16, e4m3 one digit more."""
     weight_grad: Literal["half", "fp8"] = "half"
@@ -62,7 +62,8 @@ class PrecisionConfig(Section):
     half. half_fp32_sum: half, then FP32. fp32: both FP32. Not set: half, or fp32 if grad_dtype is fp32."""
     loss_scale: Annotated[LossScaleConfig, LOSS_SCALE] = left_out()
     """The factor on the loss."""
-    fp8: FP8Config = left_out("Products in FP8.")
+    fp8: Annotated[FP8Config | None, Field(examples=[{"recipe": "rowwise"}])] = None
+    """Products in FP8. Not set: all products are of dtype."""
     on_overflow: Literal["requeue", "redo", "skip"] = "requeue"
     """Treatment of a batch that overflowed. requeue: it is tried again two attempts later. redo: at once, with one wait
     for the device a step. skip: it is lost."""

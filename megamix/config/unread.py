@@ -63,10 +63,6 @@ READ_WHERE: dict[str, tuple[Where, ...]] = {
     "lr_schedule.decay_steps": _DECAYS,
     "lr_schedule.decay_tokens": _DECAYS,
     "training.steps": _LONG_IN_STEPS,
-    **{
-        f"precision.fp8.{key}": _one_of("precision.fp8.recipe", "rowwise", "tensorwise")
-        for key in ("grad", "weight_grad", "but")
-    },
     "precision.max_retries": _one_of("precision.on_overflow", "requeue", "redo"),
     "training.eval_batches": (
         Where("data.valid", bool, "runs/data/valid"),

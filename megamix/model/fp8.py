@@ -183,11 +183,9 @@ def fp8_names(family: type[LanguageModel], config: Any, section: FP8Config) -> l
     """Return the names of the layers whose products are in FP8, in the whole model of this section [model]. Raises: as
     `use_fp8`.
     """
-    if section.recipe == "none":
-        return []
     got = f'precision.fp8.recipe: got "{section.recipe}"'
     if not issubclass(family, Decoder):
-        raise ValueError(f'{got}, but a {family.__name__} computes by modules of its own; write recipe = "none"')
+        raise ValueError(f"{got}, but a {family.__name__} computes by modules of its own; write precision.fp8 = false")
     modules = family.sketch(config).blocks.named_modules(prefix="blocks", remove_duplicate=False)
     linear = [name for name, module in modules if isinstance(module, Linear)]
     for pattern in section.but:
@@ -198,18 +196,16 @@ def fp8_names(family: type[LanguageModel], config: Any, section: FP8Config) -> l
             )
     names = [name for name in linear if not matches(name, section.but)]
     if not names:
-        raise ValueError(f'{got}, but all linear layers are left out; write recipe = "none", or leave out fewer')
+        raise ValueError(f"{got}, but all linear layers are left out; write precision.fp8 = false, or leave out fewer")
     return names
 
 
 def in_words(model: LanguageModel, section: FP8Config, *, on_cpu: bool) -> str:
-    """Return a line on the layers whose products are in FP8; "" without any."""
+    """Return a line on the layers whose products are in FP8."""
     numbers, parts = defaultdict[str, list[int]](list), defaultdict[str, list[str]](list)
     for name in fp8_names(type(model), model.config, section):
         _, layer, part = name.split(".", 2)
         numbers[part].append(int(layer))
-    if not numbers:
-        return ""
     for part, of in numbers.items():
         as_range = len(of) > 2 and of == [*range(of[0], of[-1] + 1)]
         layers = f"{of[0]} to {of[-1]}" if as_range else ", ".join(map(str, of))

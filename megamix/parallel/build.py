@@ -30,7 +30,7 @@ class ModelPart:
     """This rank's part of a job's model. It knows the sections that made it, so nobody asks the configuration again."""
 
     def __init__(
-        self, section: DecoderConfig, parallelism: ParallelismConfig, fp8: FP8Config, topology: Topology,
+        self, section: DecoderConfig, parallelism: ParallelismConfig, fp8: FP8Config | None, topology: Topology,
         device: torch.device,
     ):  # fmt: skip
         """Build the part, with weights that have no values yet. Every rank must call it. Raises: as `build_model`."""
@@ -54,7 +54,7 @@ class ModelPart:
         """Return the lines of the log on products in FP8 and on the stages."""
         on_cpu = next(self.module.parameters()).device.type == "cpu"
         stages = f"pipeline, {self._parallelism.pp_schedule} | {describe_stages(self.stages)}" if self.stages else ""
-        return [in_words(self.module, self._fp8, on_cpu=on_cpu), stages]
+        return [in_words(self.module, self._fp8, on_cpu=on_cpu) if self._fp8 else "", stages]
 
     def first_weights(self, seed: int, *, packed: bool) -> Fill:
         """Return what writes the first weights, which may hold those of the whole model. Raises: as `drawn`."""
@@ -104,7 +104,7 @@ def _use_fp8(model: LanguageModel, section: FP8Config, device: torch.device) -> 
         raise ConfigError(
             [
                 f'precision.fp8.recipe: got "{section.recipe}", and {torch.cuda.get_device_name(device)} is SM '
-                f'{found[0]}.{found[1]}, but products in FP8 need SM 8.9; write recipe = "none"'
+                f"{found[0]}.{found[1]}, but products in FP8 need SM 8.9; write precision.fp8 = false"
             ],
             "job",
         )

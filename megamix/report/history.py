@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megamix.config import saved_tree
 from megamix.log_file import parsed
 from megamix.report.metrics import TAGS, TRANSFERS, is_overflow, load_tag, over_mean, precision_tag, set_tag
 from megamix.run.run_folder import CONFIG, METRICS, SAMPLE
@@ -29,7 +29,7 @@ _COUNTS = load_tag("counts", "")  # tag of a layer's counts; its name follows
 
 def main_settings(config: str) -> dict[str, Any]:
     """Return the main settings in a TOML configuration, by names such as `optimizer.lr`."""
-    tables = tomllib.loads(config)
+    tables = saved_tree(config)
     own = ((section, key, tables.get(section, {})) for section, keys in _MAIN.items() for key in keys)
     return {f"{section}.{key}": table[key] for section, key, table in own if key in table}
 

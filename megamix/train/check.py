@@ -119,7 +119,7 @@ def _ended_before_its_first_save(path: Path, config: Config) -> bool:
     return same and not (path / WEIGHTS).exists()
 
 
-def _division_problems(model: DecoderConfig, parallelism: ParallelismConfig, fp8: FP8Config) -> Iterator[str]:
+def _division_problems(model: DecoderConfig, parallelism: ParallelismConfig, fp8: FP8Config | None) -> Iterator[str]:
     """Yield why ranks cannot divide a model of a plugin's family, or a model along a plugin's axis, or compute its
     products in FP8.
 
@@ -127,7 +127,7 @@ def _division_problems(model: DecoderConfig, parallelism: ParallelismConfig, fp8
     """
     sizes = axis_sizes(parallelism)
     shared = {name for name, size in sizes.items() if size > 1} - {"pp", "replicas", "dp"}
-    if shared - {*OWN_AXES} or (shared and model.family != "transformer") or fp8.recipe != "none":
+    if shared - {*OWN_AXES} or (shared and model.family != "transformer") or fp8:
         from megamix.comm.collectives import ShapesAlone
         from megamix.comm.topology import Topology
         from megamix.model.fp8 import use_fp8
@@ -138,7 +138,8 @@ def _division_problems(model: DecoderConfig, parallelism: ParallelismConfig, fp8
         topology = Topology.place(0, dp=ep_size, **sizes, ep_size=ep_size)
         try:
             module, _ = outline(plain, parallelism, topology)
-            use_fp8(module, fp8)
+            if fp8:
+                use_fp8(module, fp8)
             divide_work(module, parallelism, topology, ShapesAlone)
         except ValueError as error:
             yield str(error)

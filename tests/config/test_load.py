@@ -253,8 +253,10 @@ def test_every_shipped_configuration_is_right():
 
 def test_a_run_s_own_configuration_may_list_keys_that_are_gone_at_their_defaults(tmp_path):
     """A user who goes on by a run's config.toml, which an earlier version has written."""
-    gone = "[optimizer.nag]\ndampening = 0.0\n[precision.fp8]\nhalf_first = 0\nhalf_last = 0\n"
+    gone = '[optimizer.nag]\ndampening = 0.0\n[precision.fp8]\nrecipe = "none"\nhalf_first = 0\nhalf_last = 0\n'
     write(tmp_path, "run/metrics.jsonl", "")
     load_config(write(tmp_path, "run/config.toml", MINIMAL + gone))
-    told = problems_of(write(tmp_path, "job.toml", MINIMAL + gone))
+    told = problems_of(
+        write(tmp_path, "job.toml", MINIMAL + gone.replace("none", "rowwise").replace("first = 0", "first = 1"))
+    )
     assert any("half_first" in line and 'write but = ["blocks.0.*"]' in line for line in told)

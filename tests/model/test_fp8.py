@@ -145,7 +145,6 @@ def test_layers_are_chosen_by_place_and_by_name():
     _, names = fp8_model(recipe="rowwise", but=("blocks.0.*", "blocks.[23].*", "*.down", "blocks.*.attention.out"))
     parts = ["attention.query", "attention.key", "attention.value", "feed_forward.gate", "feed_forward.up"]
     assert names == [f"blocks.1.{part}" for part in parts]
-    assert fp8_model(recipe="none")[1] == []
     # A rank of a pipeline has some of the layers, by their numbers in the whole model.
     part = Transformer.part(LLAMA, [2, 3])
     use_fp8(part, FP8Config(recipe="rowwise", but=("blocks.3.*",)))
@@ -171,7 +170,6 @@ def test_the_log_names_the_layers():
     alone = FP8Config(recipe="rowwise", but=("blocks.[012].*", "*.attention.*"))
     told = in_words(Transformer(LLAMA), alone, on_cpu=False)
     assert "| feed_forward.gate, feed_forward.up, feed_forward.down of layer 3 |" in told
-    assert in_words(Transformer(LLAMA), FP8Config(), on_cpu=True) == ""
 
 
 def test_an_input_of_several_layers_is_quantised_once():

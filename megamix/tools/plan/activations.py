@@ -63,7 +63,7 @@ class TracedWork:
     machine: Machine
     packed: bool = False
     division: ParallelismConfig = field(default_factory=ParallelismConfig)
-    fp8: FP8Config = field(default_factory=FP8Config)
+    fp8: FP8Config | None = None
     in_halves: bool = False  # each backward is in halves, except the first stage's
     crowded: bool = False  # all tokens choose experts of this rank; else experts get equally many
 
@@ -93,7 +93,8 @@ class TracedWork:
         part, division = family_of(self.model).on_meta(self.model, like), self.division
         topology = Topology.place(0, dp=division.ep_size, ep_size=division.ep_size, **axis_sizes(division))
         take_blocks(part, topology)
-        if in_fp8 := self._in_fp8():
+        if self.fp8 is not None:
+            in_fp8 = self._in_fp8()
             blocks = zip(part.get_submodule("blocks").children(), like, strict=True)
             names = ((name, block.get_submodule(name)) for block, layer in blocks for name in in_fp8.get(layer, ()))
             compute_in_fp8(names, self.fp8)
@@ -103,7 +104,7 @@ class TracedWork:
     def _in_fp8(self) -> dict[int, list[str]]:
         """Return the names of the layers with products in FP8 within each block."""
         names = defaultdict[int, list[str]](list)
-        for name in fp8_names(family_of(self.model), self.model, self.fp8):
+        for name in fp8_names(family_of(self.model), self.model, self.fp8) if self.fp8 is not None else ():
             _, layer, part = name.split(".", 2)
             names[int(layer)].append(part)
         return names

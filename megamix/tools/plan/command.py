@@ -67,8 +67,8 @@ def _layout_lines(config: Config, arguments: argparse.Namespace) -> Iterator[str
     name = arguments.hardware or "h100-sxm"
     hardware = load_hardware(name)
     limit = int(hardware.memory_bytes) - RESERVED if arguments.memory is None else arguments.memory
-    if (recipe := config.precision.fp8.recipe) != "none" and hardware.fp8_flops is None:
-        problem = f'precision.fp8.recipe: got "{recipe}", but {name} has no products in FP8; write "none"'
+    if config.precision.fp8 is not None and hardware.fp8_flops is None:
+        problem = f"precision.fp8: got a table, but {name} has no products in FP8; write precision.fp8 = false"
         raise ConfigError([problem], "plan")
     if arguments.rates is not None:
         hardware = _with_rates(arguments.rates, hardware)

@@ -24,7 +24,7 @@ class LeastMemory:
         self._half = FP32 if config.precision.dtype == "fp32" else HALF
         self._count = training.global_batch_size // (training.micro_batch_size * dp_size * ranks.replicas)
         self._tokens = training.micro_batch_size * config.model.seq_len / ranks.cp_size
-        self._kept_half = self._half / (1 if config.precision.fp8.recipe == "none" else 2)
+        self._kept_half = self._half / (1 if config.precision.fp8 is None else 2)
         averages = training.average is not None
         least = LeastHeld(config.model, config.optimizer, config.precision, ranks, averages=averages)
         self._held = sum(least.by_category(dp_size * prod(axis_sizes(ranks).values())).values())

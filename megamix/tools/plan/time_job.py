@@ -28,7 +28,9 @@ def timed_job(config: Config, dp_size: int) -> TimedJob:
         known = ", ".join(UPDATE_BYTES)
         raise ValueError(f'optimizer.name: got "{config.optimizer.name}"; time is planned for {known} alone')
     repeated = sizes.num_repeated(model) / model.num_layers
-    half = sum(matches(f"blocks.{layer}.", fp8.but) for layer in range(model.num_layers))  # one pattern names all of it
+    in_fp8 = 0
+    if fp8 is not None:
+        in_fp8 = sum(not matches(f"blocks.{layer}.", fp8.but) for layer in range(model.num_layers))  # whole blocks
     count = training.global_batch_size // (training.micro_batch_size * dp_size * ranks.replicas)
     by_block = ranks.shard == "parameters"
     dtype = config.precision.reduce_dtype or config.precision.grad_dtype
@@ -48,8 +50,8 @@ def timed_job(config: Config, dp_size: int) -> TimedJob:
         stages=stages_per_rank(ranks),
         cp_heads=ranks.cp_method == "heads",
         kernels="compiled" if model.compile else "fused",
-        fp8=0.0 if fp8.recipe == "none" else 1 - half / model.num_layers,
-        fp8_weights=fp8.weight_grad == "fp8",
+        fp8=in_fp8 / model.num_layers,
+        fp8_weights=fp8 is not None and fp8.weight_grad == "fp8",
         recompute=Recompute(repeated, repeated, 1.0 if model.recompute == "selective" else repeated),
         traffic=Traffic(
             gathers=2 * count if by_block else 1,  # each block before its forward and before its backward

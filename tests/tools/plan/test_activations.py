@@ -83,7 +83,7 @@ def test_on_a_gpu_codes_take_the_place_of_inputs():
     """Of query, key and value, of gate and up, and of down, a byte for two; attention keeps that of out in half."""
     half, codes = (
         _traced(_model("llama", **IN_FP8, compile=True), batch=(3, 16), machine="gpu", fp8=fp8).blocks
-        for fp8 in (FP8Config(), FP8Config(recipe="tensorwise", weight_grad="fp8"))
+        for fp8 in (None, FP8Config(recipe="tensorwise", weight_grad="fp8"))
     )
     assert half - codes == 4 * (3 * 16 * (32 + 32 + 96 - 32) - 4 * torch.float32.itemsize)
 

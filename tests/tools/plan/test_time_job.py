@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megamix.config import LatentSizes, load_config
+from megamix.config import FP8Config, LatentSizes, load_config
 from megamix.machine import num_cores
 from megamix.model.sizes import dense_peak
 from megamix.supervise.console import Console
@@ -53,7 +53,7 @@ def test_each_axis_costs_what_it_sends():
 
 
 def test_fp8_makes_the_products_of_its_layers_faster():
-    fp8 = CONFIG.precision.fp8.model_copy(update={"recipe": "rowwise", "but": ("blocks.0.*", "blocks.3?.*")})
+    fp8 = FP8Config(recipe="rowwise", but=("blocks.0.*", "blocks.3?.*"))
     some = CONFIG.with_keys(precision={"fp8": fp8})
     every = CONFIG.with_keys(precision={"fp8": fp8.model_copy(update={"but": (), "weight_grad": "fp8"})})
     assert part(every, 8, "products") < part(some, 8, "products") < part(CONFIG, 8, "products")

@@ -28,7 +28,7 @@ def at_own_size(config: Config, overrides: Iterable[str], layouts: Sequence[str]
         config = config.with_keys(model={"seq_len": min(seq_len, config.model.seq_len)})
     if "training.micro_batch_size" not in given:
         # A product in FP8 takes tokens in multiples of 16, whatever part of a sequence ranks have.
-        over_tokens = config.precision.fp8.weight_grad == "fp8"
+        over_tokens = config.precision.fp8 is not None and config.precision.fp8.weight_grad == "fp8"
         config = config.with_keys(training={"micro_batch_size": 16 if over_tokens else MICRO_BATCH_SIZE})
     shorter = _shortened(config.model, config.model.seq_len)
     kept = {key for key in shorter if any(name.startswith(f"model.{key}") for name in given)}

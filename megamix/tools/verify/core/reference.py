@@ -60,7 +60,8 @@ class Reference:
         torch.manual_seed(config.training.seed)
         family = family_of(plain)
         native, exact = family(plain).to(device), family(plain, Ops(wide=False)).to(device).double()
-        use_fp8(native, config.precision.fp8)
+        if config.precision.fp8 is not None:
+            use_fp8(native, config.precision.fp8)
 
         def exact_loss(model: nn.Module, batch: Batch) -> Tensor:
             logits = model(batch.tokens, positions=batch.positions).flatten(0, -2)

@@ -196,7 +196,7 @@ class _Judged:
         verdict, roundings = self.verdict, sum(map(len, self.right.by_rank)) + 1
         exact, native = self.right.exact, self.native
         judge_choices(verdict, self.right.reference.native, self.choices, exact, native)
-        noisiest = NOISIEST[UNIT[self.dtype] if self.config.precision.fp8.recipe == "none" else U8]
+        noisiest = NOISIEST[UNIT[self.dtype] if self.config.precision.fp8 is None else U8]
         verdict.note_noise(native.grads, exact.grads, noisiest)
         self._loss_path()
         unit = UNIT[self.dtype] if self.config.precision.grad_dtype == "half" else U32

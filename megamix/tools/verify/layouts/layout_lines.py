@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from megamix.arguments import Failed
-from megamix.config import Config, FP8Config
+from megamix.config import Config
 from megamix.progress import ProgressLine
 from megamix.supervise.console import say
 from megamix.tools.ranks import RankFailure, RankPool, pool_for
@@ -60,9 +60,9 @@ def _by_products(name: str, config: Config) -> dict[str, Config]:
     """Return the jobs to verify in a layout. One with products in FP8, whose rounding could hide a small mistake, comes
     after the same job with products in half.
     """
-    if config.precision.fp8.recipe == "none":
+    if config.precision.fp8 is None:
         return {name: config}
-    return {name: config.with_keys(precision={"fp8": FP8Config()}), "  in FP8": config}
+    return {name: config.with_keys(precision={"fp8": None}), "  in FP8": config}
 
 
 def verify_layout(config: Config, layout: Layout, pool: RankPool, bisect: bool = False) -> Verdict:

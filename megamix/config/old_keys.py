@@ -1,0 +1,87 @@
+"""Keys that were: a configuration from before they moved is read through one table, and a file is rewritten by it."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import MutableMapping
+from pathlib import Path
+from typing import Any
+
+from megamix.config.choices import Tree, section_at, without_off
+from megamix.config.sections import Tables
+from megamix.config.toml_text import value_text
+
+_ROWS: dict[str, dict[str, Any]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+
+
+def upgrade(tree: MutableMapping[str, Any]) -> list[tuple[str, Any, str]]:
+    """Replace old keys in a tree by the present ones. Return each with its value, and in words what to write now."""
+    told = list[tuple[str, Any, str]]()
+    for old, row in _ROWS.items():
+        *path, name = old.split(".")
+        table = _table(tree, path)
+        if table is None or name not in table or (now := _now(old, row, table[name], tree)) is None:
+            continue
+        value = table.pop(name)
+        for key, item in now.items():
+            _put(tree, key.split("."), item)
+        settings = " and ".join(f"{key} = {value_text(item)}" for key, item in now.items())
+        told.append((old, value, f"write {settings}" if now else f"leave {name} out"))
+    return told
+
+
+def _now(old: str, row: dict[str, Any], value: Any, tree: MutableMapping[str, Any]) -> Tree | None:
+    """Return the settings that a key with such a value stands for; None: it is one of the present keys."""
+    if "became" in row:
+        stands_for: Tree | None = row["became"].get(value_text(value))
+        return stands_for
+    new = row["new"]
+    if value == row.get("none", ...):
+        return {new.rpartition(".")[0]: False}
+    *path, name = old.split(".")
+    section = section_at(Tables, path, tree)
+    is_present = section is not None and name in section.model_fields  # maybe of a plugin's family
+    return None if is_present else {new: value}
+
+
+def _table(tree: MutableMapping[str, Any], path: list[str]) -> MutableMapping[str, Any] | None:
+    table: Any = tree
+    for name in path:
+        table = table.get(name) if isinstance(table, MutableMapping) else None
+    return table if isinstance(table, MutableMapping) else None
+
+
+def _put(tree: MutableMapping[str, Any], path: list[str], value: Any) -> None:
+    """Set a key within its tables, unless one of them is off."""
+    *tables, name = path
+    table: Any = tree
+    for inner in tables:
+        if inner not in table:
+            table[inner] = {}
+        table = table[inner]
+        if not isinstance(table, MutableMapping):
+            return
+    table[name] = value
+
+
+def saved_tree(text: str) -> Tree:
+    """Return what a run's configuration said, by the present keys. Raises: ValueError if it is no TOML."""
+    tree = tomllib.loads(text)
+    upgrade(tree)
+    return without_off(Tables, tree)
+
+
+def upgraded_text(text: str) -> tuple[str, list[str]]:
+    """Return a file's text with the present keys, and a line for each old one; its comments stay.
+
+    Raises: ValueError if it must be rewritten by hand; ImportError without tomlkit.
+    """
+    import tomlkit
+
+    document, tree = tomlkit.parse(text), tomllib.loads(text)
+    upgrade(document)
+    lines = [f"{key} = {value_text(value)}: {now}" for key, value, now in upgrade(tree)]
+    new = tomlkit.dumps(document)
+    if tomllib.loads(new) != tree:
+        raise ValueError(f"must be rewritten by hand: {'; '.join(lines)}")
+    return new, lines

@@ -1,0 +1,59 @@
+"""Whoever has a file or a checkpoint of an earlier version: old keys of a file are refused with the present ones, and
+`megamix config --upgrade` rewrites it; what a run has written is read by the present keys.
+"""
+
+import tomllib
+
+import pytest
+
+from megamix.cli import main
+from megamix.config import ConfigError, config_from_dict, load_config, saved_tree
+from megamix.config.old_keys import upgraded_text
+from tests.config.test_errors import GOOD
+from tests.config.test_load import MINIMAL, write
+
+# Of each kind of row: what a file had, and the trees that it stands for now.
+OLD = {
+    "a value that meant none": ('[precision.fp8]\nrecipe = "none"\n', {"precision": {"fp8": False}}),
+    "a value that is the default": ("[optimizer.nag]\ndampening = 0.0\n", {"optimizer": {"nag": {}}}),
+}
+
+
+@pytest.mark.parametrize(("text", "now"), OLD.values(), ids=OLD)
+def test_old_keys_are_read_in_what_a_run_has_written_and_refused_and_rewritten_in_a_file(tmp_path, capsys, text, now):
+    write(tmp_path, "run/metrics.jsonl", "")
+    want = config_from_dict(tomllib.loads(MINIMAL), now)
+    assert load_config(write(tmp_path, "run/config.toml", MINIMAL + text)) == want
+    assert config_from_dict(saved_tree(MINIMAL + text)) == want
+
+    job = write(tmp_path, "job.toml", MINIMAL + text)
+    with pytest.raises(ConfigError) as refused:
+        load_config(job)
+    assert len(refused.value.problems) == len(upgraded_text(text)[1])
+    assert all(f"megamix config --upgrade {job} does so" in line for line in refused.value.problems)
+    assert main(["config", "--upgrade", str(job)]) == 0
+    assert capsys.readouterr().out.splitlines() == upgraded_text(text)[1]
+    assert load_config(job) == want
+    assert main(["config", "--upgrade", str(job)]) == 0
+    assert capsys.readouterr().out == f"{job}: has no key of an earlier version\n"
+
+
+def test_an_upgrade_keeps_the_comments():
+    text = '# of mine\n[precision] # formats\ndtype = "bf16" # wide\nfp8 = { recipe = "none" }\n\n[data] # tokens\n'
+    new, lines = upgraded_text(text)
+    assert new == text.replace('{ recipe = "none" }', "false")
+    assert lines == ['precision.fp8.recipe = "none": write precision.fp8 = false']
+
+
+def test_an_old_key_on_the_command_line_is_refused_with_the_present_one(tmp_path):
+    with pytest.raises(ConfigError) as refused:
+        load_config(write(tmp_path, "job.toml", MINIMAL), ["precision.fp8.recipe=none"])
+    line = 'precision.fp8.recipe: got "none", a key of an earlier version; write precision.fp8 = false'
+    assert refused.value.problems == (line,)
+
+
+def test_the_callers_trees_stay_as_they_are():
+    tree = GOOD | {"precision": {"fp8": {"recipe": "none"}}}
+    with pytest.raises(ConfigError):
+        config_from_dict(tree)
+    assert tree["precision"] == {"fp8": {"recipe": "none"}}
