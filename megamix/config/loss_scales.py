@@ -43,13 +43,15 @@ class TorchScale(LossScaleConfig, settings.TorchSettings):
     """The scale never grows beyond this. Not set: FP32's range is the limit."""
 
 
-class DynamicScale(LossScaleConfig, settings.DynamicSettings):
-    """The largest scale that does not overflow, searched for: it grows after clean steps."""
-
+class _WithRange(LossScaleConfig):
     min_scale: PowerOfTwo = 1.0
     """The scale never falls below this."""
     max_scale: PowerOfTwo = 2.0**32
     """The scale never grows beyond this."""
+
+
+class DynamicScale(_WithRange, settings.DynamicSettings):
+    """The largest scale that does not overflow, searched for: it grows after clean steps."""
 
 
 class MegatronScale(LossScaleConfig, settings.MegatronSettings):
@@ -65,13 +67,8 @@ class DeepSpeedScale(MegatronScale, settings.DeepSpeedSettings):
     """The rule of DeepSpeed."""
 
 
-class HeadroomScale(LossScaleConfig, settings.HeadroomSettings):
+class HeadroomScale(_WithRange, settings.HeadroomSettings):
     """A measured scale: as far below overflow as margin says."""
-
-    min_scale: PowerOfTwo = 1.0
-    """The scale never falls below this."""
-    max_scale: PowerOfTwo = 2.0**32
-    """The scale never grows beyond this."""
 
 
 class StaticScale(LossScaleConfig):
