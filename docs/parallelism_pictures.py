@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megamix.comm.collectives import Collectives
 from megamix.comm.topology import Axis, Topology
-from megamix.config import ModelConfig, ParallelismConfig
+from megamix.config import ModelConfig, ParallelismConfig, TensorConfig
 from megamix.mixed_precision.flat_layout import FlatLayout, ParamSpec, build_layout
 from megamix.mixed_precision.settings import Placement
 from megamix.model.transformer import Transformer
@@ -103,7 +103,7 @@ MATRICES = (
 def blocks(tp_size: int = 4) -> Iterator[Block]:
     for rank in range(tp_size):
         topology = Topology.place(rank, tp=tp_size)
-        model, placements = outline(BLOCK, ParallelismConfig(), topology)
+        model, placements = outline(BLOCK, ParallelismConfig(tensor=TensorConfig(size=tp_size)), topology)
         for name, param in model.named_parameters():
             yield Block(name, rank, placements[name], tuple(param.shape))
 
@@ -168,7 +168,7 @@ STREAM = "residual\nstream"
 def block_shapes() -> list[Held | str]:
     """What one of two ranks holds on the way through a block, and what travels in between (a text)."""
     topology, recorder = Topology.place(0, tp=2), _Recorder()
-    model, _ = outline(BLOCK, ParallelismConfig(), topology)
+    model, _ = outline(BLOCK, ParallelismConfig(tensor=TensorConfig(size=2)), topology)
     divide_layers(model, Border(recorder, sequence=True))
     model.to_empty(device="cpu")
     block: Any = model.blocks[0]

@@ -89,7 +89,7 @@ def soak_config(folder, steps, every):
         eval_interval=50,
         eval_batches=1,
         timeout_s=TIMEOUT_S,
-        ep_size=RANKS,
+        expert={"size": RANKS},
         save_interval=every // 4,
         replica_check_interval=25,
         log_interval=1,

@@ -16,7 +16,7 @@ from long_runs import SEEDS, Curve, Curves, Plan, Run, best_of, grid, mean_and_s
 
 SETTINGS = (
     "precision.dtype=bf16", "optimizer.compile=false", "metrics.precision_interval=0", "metrics.tensorboard=false",
-    "metrics.log_interval=1", "training.global_batch_size=8", "parallelism.ep_size=1",
+    "metrics.log_interval=1", "training.global_batch_size=8", "parallelism.expert.size=1",
 )  # fmt: skip
 SHORT, LONG = "260 steps", "780 steps"
 SIZES = {

@@ -116,4 +116,6 @@ def build_loader(
     section: ParallelismConfig, source: SampleSource, device: torch.device, *, packed: bool
 ) -> BatchLoader:
     """Return the loader of a source's batches, which deals packed sequences to the ranks that divide them."""
-    return BatchLoader(source, device, num_dealt=section.cp_size if packed and section.cp_method == "gather" else 1)
+    context = section.context
+    deals = packed and context is not None and context.method == "gather"
+    return BatchLoader(source, device, num_dealt=context.size if context and deals else 1)

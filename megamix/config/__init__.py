@@ -30,11 +30,14 @@ from megamix.config.config import Config, config_schema, effective_tables, value
 from megamix.config.load import config_from_dict, config_of_run, load_config
 from megamix.config.loss_scales import loss_scale_rule
 from megamix.config.mesh_checks import (
-    AXIS_KEYS,
+    axis_key,
     axis_sizes,
+    axis_table,
     data_parallel_size,
     evaluated_at_once,
+    ranks_along,
     reading_ranks,
+    resized,
     stages_per_rank,
 )
 from megamix.config.model_and_data import (
@@ -54,4 +57,12 @@ from megamix.config.old_keys import saved_tree
 from megamix.config.optimizers import OptimizerConfig
 from megamix.config.pace import Pace
 from megamix.config.problems import ConfigError, nearest, override_meant
-from megamix.config.sections import FP8Config, ParallelismConfig, PrecisionConfig
+from megamix.config.sections import (
+    ContextConfig,
+    ExpertConfig,
+    FP8Config,
+    ParallelismConfig,
+    PipelineConfig,
+    PrecisionConfig,
+    TensorConfig,
+)

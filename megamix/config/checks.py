@@ -17,6 +17,7 @@ from megamix.config.mesh_checks import (
     largest_divisor,
     mesh_problems,
     micro_batch_problems,
+    ranks_along,
     reading_ranks,
     torch_problems,
 )
@@ -279,7 +280,7 @@ def _fp8(config: Any) -> Found:
         yield key, 'but products of FP32 stay FP32; write precision.dtype = "bf16"'
     if config.model.family == "transformers":
         yield key, 'but family = "transformers" computes by modules of its own; write precision.fp8 = false'
-    rows = config.training.micro_batch_size * config.model.seq_len // config.parallelism.cp_size
+    rows = config.training.micro_batch_size * config.model.seq_len // ranks_along(config.parallelism, "cp")
     if fp8.weight_grad == "fp8" and rows % 16:
         sums = f"which sums over the {rows} tokens of a rank's micro-batch, must be a multiple of 16"
         fix = 'write weight_grad = "half", or another micro_batch_size or seq_len'

@@ -121,7 +121,8 @@ def _explain_unknown(loc: tuple[int | str, ...], value: object, tree: Mapping[st
     name, path, known = str(loc[-1]), _path(loc), _fields(loc[:-1], tree)
     what = f"{path}: unknown section" if len(loc) == 1 and isinstance(value, dict) else f"{path}: unknown key"
     what = f"{what}, got {short(value)}"
-    home = next((home for home in _homes(tree) if name in _fields(home.split("."), tree)), None)
+    homes = [home for home in _homes(tree) if name in _fields(home.split("."), tree)]
+    home = homes[0] if len(homes) == 1 or set(homes) & {*SECTIONS} else None  # size and method are in several tables
     if any(isinstance(part, int) for part in loc) or "schedules" in loc[:-1]:
         home = None  # what is meant for some parameters, or follows the updates, is no setting of all
     if home is None and (told := called_here(name)):
@@ -138,7 +139,8 @@ def _homes(tree: Mapping[str, Any]) -> Iterator[str]:
     yield from SECTIONS
     for section in SECTIONS:
         for name, field in _fields([section], tree).items():
-            if isinstance(field.default, dict) and name != "schedules":  # its keys are tables, named like the settings
+            is_table = field.default in ({}, None) and section_at(Tables, [section, name], tree) is not None
+            if is_table and name not in ("valid", "schedules"):  # a source, and tables that are named like the settings
                 yield f"{section}.{name}"
 
 

@@ -123,6 +123,62 @@ class TrainingConfig(Section):
     """The average of the weights that is kept. Not set: none."""
 
 
+def _divides(size: int) -> int:
+    if size == 1:
+        raise ValueError("must be 2 or more; for a single rank write false in place of the table")
+    return size
+
+
+_Ranks = Annotated[PositiveInt, AfterValidator(_divides), Field(examples=[2])]
+
+
+class PipelineConfig(Section):
+    """Pipeline-parallel ranks, each with some of the layers."""
+
+    size: _Ranks
+    """Number of these ranks."""
+    schedule: Literal["1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble"] = "1f1b"
+    """The order in which the ranks run forwards and backwards of a step's micro-batches. Zero-bubble schedules compute
+    the gradients of weights separately, while a rank would otherwise wait."""
+    stages_per_rank: PositiveInt | None = None
+    """Stages (runs of neighbouring layers) on each rank. Not set: 1 for 1f1b, 2 for the others."""
+
+
+class ContextConfig(Section):
+    """Context-parallel ranks, which divide the positions of each sequence."""
+
+    size: _Ranks
+    """Number of these ranks. 2 * size must divide seq_len; 8 * size if packing is "documents"; size alone if method is
+    "heads"."""
+    method: Literal["gather", "heads"] = "gather"
+    """What the ranks send for attention. "gather": the keys and values of all positions; each rank attends with its own
+    queries. "heads": each rank exchanges its positions for all positions of some heads; size, times that of
+    [parallelism.tensor], must divide num_kv_heads."""
+
+
+class ExpertConfig(Section):
+    """Expert-parallel ranks, which divide the experts of model.experts: neighbours among the data-parallel and
+    context-parallel ranks. They take no ranks of their own.
+    """
+
+    size: _Ranks
+    """Number of these ranks. Must divide num_experts."""
+    method: Literal["exchange", "gather"] = "exchange"
+    """What the ranks send. "exchange": each token to the ranks of its experts; the host waits once a layer and
+    micro-batch for the numbers of tokens. "gather": all tokens to all ranks, without a wait, for BF16; size must be at
+    most model.experts.top_k."""
+
+
+class TensorConfig(Section):
+    """Tensor-parallel ranks: neighbours that divide each layer."""
+
+    size: _Ranks
+    """Number of these ranks. Must divide heads, ffn_hidden_size and vocab_size."""
+    sequence_parallel: bool = True
+    """Whether the ranks also divide the positions between layers, instead of holding them all: the same traffic, less
+    memory. size must divide seq_len."""
+
+
 class ParallelismConfig(Section):
     """Divides the work among the ranks."""
 
@@ -131,32 +187,14 @@ class ParallelismConfig(Section):
     replicas: PositiveInt = 1
     """Groups of data-parallel ranks (hybrid sharding). The ranks of a group share out the masters, and each group has a
     copy of them. Gradients are summed within a group, then across the groups."""
-    cp_size: PositiveInt = 1
-    """Context-parallel ranks: they divide the positions of each sequence. 2 * cp_size must divide seq_len; 8 * cp_size
-    if packing is "documents"; cp_size alone if cp_method is "heads"."""
-    cp_method: Literal["gather", "heads"] = "gather"
-    """What context-parallel ranks send for attention. "gather": the keys and values of all positions; each rank attends
-    with its own queries. "heads": each rank exchanges its positions for all positions of some heads; cp_size * tp_size
-    must divide num_kv_heads."""
-    ep_size: PositiveInt = 1
-    """Expert-parallel ranks: neighbours among dp_size * cp_size that divide the experts of model.experts, and take no
-    ranks of their own. Must divide num_experts."""
-    ep_method: Literal["exchange", "gather"] = "exchange"
-    """What expert-parallel ranks send. "exchange": each token to the ranks of its experts; the host waits once a layer
-    and micro-batch for the numbers of tokens. "gather": all tokens to all ranks, without a wait, for BF16; ep_size must
-    be at most model.experts.top_k."""
-    tp_size: PositiveInt = 1
-    """Tensor-parallel ranks: neighbours that divide each layer. Must divide heads, ffn_hidden_size and vocab_size."""
-    pp_size: PositiveInt = 1
-    """Pipeline-parallel ranks, each with some of the layers."""
-    pp_schedule: Literal["1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble"] = "1f1b"
-    """The order in which a pipeline's ranks run forwards and backwards of a step's micro-batches. Zero-bubble schedules
-    compute the gradients of weights separately, while a rank would otherwise wait."""
-    pp_stages_per_rank: PositiveInt | None = None
-    """Stages (runs of neighbouring layers) on each pipeline-parallel rank. Not set: 1 for 1f1b, 2 for the others."""
-    sequence_parallel: bool = True
-    """Whether tensor-parallel ranks also divide the positions between layers, instead of holding them all: the same
-    traffic, less memory. tp_size must divide seq_len."""
+    context: Annotated[ContextConfig | None, Field(examples=[{"size": 2}])] = None
+    """Context parallelism. Not set: each rank has whole sequences."""
+    expert: Annotated[ExpertConfig | None, Field(examples=[{"size": 2}])] = None
+    """Expert parallelism. Not set: each rank has all experts."""
+    tensor: Annotated[TensorConfig | None, Field(examples=[{"size": 2}])] = None
+    """Tensor parallelism. Not set: each rank has whole layers."""
+    pipeline: Annotated[PipelineConfig | None, Field(examples=[{"size": 2}])] = None
+    """Pipeline parallelism. Not set: each rank has all layers."""
     shard: Literal["states", "gradients", "parameters"] = "states"
     """State that the data-parallel ranks share out: masters and optimizer states, the gradients too, the half
     parameters too (ZeRO 1, 2, 3). All train the same bits, each with less memory than the one before if a step has one
@@ -176,6 +214,15 @@ class ParallelismConfig(Section):
 MORE_AXES.reserved = (*ParallelismConfig.model_fields, *AXES, "ep")
 
 
+class CopyConfig(Section):
+    """A further folder, best on another file system, to which a thread copies each checkpoint."""
+
+    folder: Annotated[Text, Field(examples=["/mnt/copies/my-run"])]
+    """The folder, of one run."""
+    keep: NonNegativeInt = 0
+    """Number of newest copies to keep, beside those of keep_every. 0: all."""
+
+
 class CheckpointConfig(Section):
     """Says when a run saves, and how it continues."""
 
@@ -187,10 +234,8 @@ class CheckpointConfig(Section):
     """Number of newest checkpoints to keep; at least 2, because the newest may prove damaged."""
     keep_every: NonNegativeInt = 0
     """Steps between checkpoints that no later one replaces, each of which is saved, too. 0: none."""
-    copy_to: Text | None = None
-    """Folder, best on another file system, to which a thread copies each checkpoint. It is the folder of one run."""
-    copy_keep: NonNegativeInt = 0
-    """Number of newest copies to keep, beside those of keep_every. 0: all."""
+    copies: Annotated[CopyConfig | None, Field(examples=[{"folder": "/mnt/copies/my-run"}])] = None
+    """Copies of the checkpoints. Not set: none."""
     copy_command: Annotated[tuple[Text, ...], Field(strict=False, examples=[["my_upload", "{path}", "{name}"]])] = ()
     """Program and arguments that take a checkpoint elsewhere, such as to an object store: {path} is its folder, {name}
     its name. Empty: none."""

@@ -93,8 +93,8 @@ class Chunks:
             self.segments = [*self._find_segments(positions, most)]
         elif not like.is_cpu:
             raise ValueError(
-                f"parallelism.cp_size: on a {like.device.type} device needs FP16 or BF16 and heads of a multiple of 8 "
-                f"elements up to 256, got {like.dtype}; choose those, or cp_size = 1"
+                f"parallelism.context: on a {like.device.type} device needs FP16 or BF16 and heads of a multiple of 8 "
+                f"elements up to 256, got {like.dtype}; choose those, or context = false"
             )
         else:
             self.pieces = [*self._find_pieces(positions)]

@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megamix.comm.collectives import Collectives, make_collectives
 from megamix.comm.topology import Axis, Topology
-from megamix.config import ConfigError, DecoderConfig, FP8Config, ParallelismConfig, first_weights
+from megamix.config import ConfigError, DecoderConfig, FP8Config, ParallelismConfig, axis_table, first_weights
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.flat_layout import ParamSpec
 from megamix.mixed_precision.settings import Placement
@@ -53,7 +54,8 @@ class ModelPart:
     def lines(self) -> list[str]:
         """Return the lines of the log on products in FP8 and on the stages."""
         on_cpu = next(self.module.parameters()).device.type == "cpu"
-        stages = f"pipeline, {self._parallelism.pp_schedule} | {describe_stages(self.stages)}" if self.stages else ""
+        pipeline = self._parallelism.pipeline
+        stages = f"pipeline, {pipeline.schedule} | {describe_stages(self.stages)}" if pipeline else ""
         return [in_words(self.module, self._fp8, on_cpu=on_cpu) if self._fp8 else "", stages]
 
     def first_weights(self, seed: int, *, packed: bool) -> Fill:
@@ -62,16 +64,17 @@ class ModelPart:
 
     def runner(self, engine: ShardedEngine, micro_batch_size: int) -> MicroBatchRunner:
         """Return the object that sends a step's micro-batches through this part."""
-        if not self.stages:
+        pipeline, tensor = self._parallelism.pipeline, self._parallelism.tensor
+        if pipeline is None:
             return MicroBatchRunner(engine)
         # torch's pipelines import the compiler, which takes 2 s. Jobs without a pipeline do not wait for that.
         from megamix.parallel.pipeline_parallel import Handover, Pipeline
 
         topology, batch = engine.topology, (micro_batch_size, self.section.seq_len)
-        parts = topology.tp.size if self._parallelism.sequence_parallel else 1  # in training
+        parts = topology.tp.size if tensor and tensor.sequence_parallel else 1  # in training
         own = {number: plan.layers for number, plan in enumerate(self.stages) if plan.rank == topology.pp.rank}
         handover = Handover(topology.pp, len(self.stages), batch, topology.cp.size, parts)
-        return Pipeline(engine, _ours(self.module), own, self._parallelism.pp_schedule, handover)
+        return Pipeline(engine, _ours(self.module), own, pipeline.schedule, handover)
 
     def whole(self) -> LanguageModel:
         """Return the whole model, with other weights."""
@@ -118,24 +121,24 @@ def divide_work(
     """
     for name, divide in _OWN_AXES.items():
         if (axis := topology.along(name)).size > 1:
-            divide(_ours(model), connect(axis), parallelism)
+            divide(_ours(model), connect(axis), getattr(parallelism, axis_table(name)))
     for name, divide in MORE_AXES.registered.items():
         if (axis := topology.along(name)).size > 1:
             divide(model, connect(axis), **{key: value for key, value in getattr(parallelism, name) if key != "size"})
 
 
 # The functions that divide the work along our own axes. A plugin registers one for its own axis.
-_OWN_AXES: dict[str, Callable[[Decoder, Collectives, ParallelismConfig], None]] = {
-    "cp": lambda model, ranks, keys: divide_positions(model, ranks, by_heads=keys.cp_method == "heads"),
+_OWN_AXES: dict[str, Callable[[Decoder, Collectives, Any], None]] = {
+    "cp": lambda model, ranks, keys: divide_positions(model, ranks, by_heads=keys.method == "heads"),
     "tp": lambda model, ranks, keys: divide_layers(model, Border(ranks, sequence=keys.sequence_parallel)),
-    "ep": lambda model, ranks, keys: divide_experts(model, ranks, gathers=keys.ep_method == "gather"),
+    "ep": lambda model, ranks, keys: divide_experts(model, ranks, gathers=keys.method == "gather"),
 }
 
 
 def _ours(model: LanguageModel) -> Decoder:
     """Return a model of our own layers. Raises: TypeError for another one, whose modules ranks cannot divide."""
     if not isinstance(model, Decoder):
-        raise TypeError(f"a {type(model).__name__} is not divided over ranks: take tp_size = pp_size = cp_size = 1")
+        raise TypeError(f"a {type(model).__name__} is not divided over ranks: take one rank along tp, pp and cp")
     return model
 
 
@@ -148,7 +151,8 @@ def outline(
     layers = sorted(layer for plan in stages if plan.rank == topology.pp.rank for layer in plan.layers)
     with torch.device("meta"):
         model = family_of(config).part(config, layers or range(config.num_layers))
-    placements = place_params(model, topology, sequence_parallel=parallelism.sequence_parallel)
+    tensor = parallelism.tensor
+    placements = place_params(model, topology, sequence_parallel=tensor is not None and tensor.sequence_parallel)
     if stages:
         keep_layers(_ours(model), layers)
         if config.tie_embeddings and stages[0].rank != stages[-1].rank:

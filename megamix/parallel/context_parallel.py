@@ -32,8 +32,9 @@ def divide_positions(model: Decoder, cp: Collectives, *, by_heads: bool = False)
     """
     if model.head_dim() == 0:
         raise ValueError(
-            f"parallelism.cp_size: got {cp.axis.size}, but the family {model.name!r} does not attend by ops.attention "
-            "alone (its head_dim() is 0): nothing would hand it the other ranks' positions; write cp_size = 1"
+            f"parallelism.context.size: got {cp.axis.size}, but the family {model.name!r} does not attend by "
+            "ops.attention alone (its head_dim() is 0): nothing would hand it the other ranks' positions; write "
+            "context = false"
         )
     model.span = span = Span(cp.axis.size, cp.axis.rank, by_heads=by_heads)
     way = _ExchangedHeads if by_heads else _GatheredAttention
@@ -115,8 +116,8 @@ class _ExchangedHeads(_DividedAttention):
         size = self._cp.axis.size
         if key.shape[1] % size:  # a family of a plugin may name its heads otherwise: no check saw them
             raise ValueError(
-                f'parallelism.cp_method: got "heads", with which {size} context-parallel ranks must divide the '
-                f'{key.shape[1]} heads of keys and values of a rank; write cp_method = "gather"'
+                f'parallelism.context.method: got "heads", with which {size} context-parallel ranks must divide the '
+                f'{key.shape[1]} heads of keys and values of a rank; write method = "gather"'
             )
         heads = [x.shape[1] // size for x in (query, key, value)]
         # The heads of query, key and value that each rank gets, for one call: (ranks, B, heads, T / ranks, D).

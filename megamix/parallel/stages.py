@@ -27,10 +27,10 @@ class StagePlan:
 
 def plan_pipeline(config: DecoderConfig, parallelism: ParallelismConfig) -> list[StagePlan]:
     """Return the stages of all ranks; an empty list without a pipeline. Raises: as `plan_stages`."""
-    if parallelism.pp_size == 1:
+    if (pipeline := parallelism.pipeline) is None:
         return []
-    v_shaped = parallelism.pp_schedule in V_SHAPED
-    return plan_stages(config, parallelism.pp_size, stages_per_rank(parallelism), v_shaped=v_shaped)
+    v_shaped = pipeline.schedule in V_SHAPED
+    return plan_stages(config, pipeline.size, stages_per_rank(pipeline), v_shaped=v_shaped)
 
 
 def plan_stages(

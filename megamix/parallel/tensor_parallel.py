@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from megamix.comm.collectives import Collectives
 from megamix.comm.topology import Topology
-from megamix.config import AXIS_KEYS
+from megamix.config import axis_key
 from megamix.data.loader import IGNORE
 from megamix.mixed_precision.settings import Placement
 from megamix.mixed_precision.weights import put_parameter
@@ -41,7 +41,7 @@ def place_params(model: LanguageModel, topology: Topology, *, sequence_parallel:
     for name, param in model.named_parameters():
         rule = model.rules[name]
         if rule.divided is not None and (size := param.shape[rule.divided]) % (ranks := _num_blocks(rule, topology)):
-            key = AXIS_KEYS.get(rule.along, f"{rule.along}.size")
+            key = axis_key(rule.along)
             raise ValueError(
                 f"parallelism.{key}: got {ranks}, must divide {size}, of {name} {[*param.shape]}; take another one, or "
                 "other sizes under [model]"
@@ -65,15 +65,15 @@ def _check_branches(model: Decoder, tp_size: int) -> None:
             inside |= {*module.modules()}
             if not any(getattr(layer, "divides", None) == "rows" for layer in module.modules()):
                 raise ValueError(
-                    f"parallelism.tp_size: got {tp_size}, but {path} ({type(module).__name__}) is a Branch without a "
-                    "row-divided layer, and its gradients would count once for each rank; give its last Linear divides"
-                    '="rows", its first ones divides="columns", or make it an nn.Module that is no Branch'
+                    f"parallelism.tensor.size: got {tp_size}, but {path} ({type(module).__name__}) is a Branch "
+                    "without a row-divided layer, and its gradients would count once for each rank; give its last "
+                    'Linear divides="rows", its first ones divides="columns", or make it an nn.Module that is no Branch'
                 )
     for path, module in model.named_modules():
         if isinstance(module, Linear) and module.divides and module not in inside:
             raise ValueError(
-                f'parallelism.tp_size: got {tp_size}, but {path} has divides="{module.divides}" and is in no Branch: '
-                "nothing would add up the ranks' gradients of its input; make the module around it a Branch"
+                f'parallelism.tensor.size: got {tp_size}, but {path} has divides="{module.divides}" and is in no '
+                "Branch: nothing would add up the ranks' gradients of its input; make the module around it a Branch"
             )
 
 

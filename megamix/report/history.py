@@ -21,7 +21,7 @@ _MAIN = {
     "optimizer": ("name", "lr", "weight_decay"),
     "precision": ("dtype",),
     "training": ("steps", "micro_batch_size", "global_batch_size", "seed"),
-    "parallelism": ("tp_size", "pp_size", "cp_size", "ep_size"),
+    "parallelism": ("tensor", "pipeline", "context", "expert"),
 }
 _SET = re.compile(re.escape(set_tag("")) + r"[A-Za-z0-9_-]+")  # tag of a validation set
 _COUNTS = load_tag("counts", "")  # tag of a layer's counts; its name follows

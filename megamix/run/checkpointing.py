@@ -125,7 +125,7 @@ class RunCheckpoints:
 
     def finish_copies(self) -> None:
         """Wait at the end of a run for its copies, some minutes at most. Every rank must call it."""
-        if self._section.copy_to is not None or self._section.copy_command:
+        if self._section.copies is not None or self._section.copy_command:
             self._all_or_none.first(self._wait_for_copies)
 
     def _wait_for_copies(self) -> None:

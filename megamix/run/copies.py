@@ -98,8 +98,8 @@ def takes_of(section: CheckpointConfig, text: str, stays: Stays, tell: Callable[
 
     `text`: the configuration of the run. `stays`: see `remove_old`.
     """
-    if section.copy_to is not None:
-        yield ToFolder(section, text, Path(section.copy_to), stays, tell)
+    if section.copies is not None:
+        yield ToFolder(section, text, Path(section.copies.folder), section.copies.keep, stays, tell)
     if section.copy_command:
         yield ByCommand(section.copy_command)
 
@@ -111,6 +111,7 @@ class ToFolder:
     section: CheckpointConfig
     text: str
     home: Path
+    keep: int  # newest copies; 0: all
     stays: Stays
     tell: Callable[[str], None]
     _disk: int | None = None  # the file system of the first copy
@@ -128,8 +129,8 @@ class ToFolder:
                     raise OSError(problem)
                 remove_asides(self.home, CONFIG)
                 write_text(self.home / CONFIG, self.text)
-                drop = partial(remove_old, there, self.section.copy_keep or sys.maxsize, files=files, stays=self.stays)
-                drop(None)  # those that an earlier, larger copy_keep has left
+                drop = partial(remove_old, there, self.keep or sys.maxsize, files=files, stays=self.stays)
+                drop(None)  # those that an earlier, larger number has left
                 drop(copied := copy_checkpoint(path, there, files))
         except ConfigError as error:  # another job holds the folder
             raise OSError(error.problems[0]) from None

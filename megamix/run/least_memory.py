@@ -6,7 +6,15 @@ torch is imported only for a family that is a plugin's. `megamix plan` counts ex
 
 from typing import Any
 
-from megamix.config import ConfigError, DecoderConfig, ModelConfig, OptimizerConfig, ParallelismConfig, PrecisionConfig
+from megamix.config import (
+    ConfigError,
+    DecoderConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelismConfig,
+    PrecisionConfig,
+    ranks_along,
+)
 from megamix.model import sizes
 
 GIB = 2**30
@@ -38,9 +46,9 @@ class LeastHeld:
         """Return the bytes by category as in `MemoryPlan.held`. If ranks hold different amounts, they are the mean."""
         section, optimizer, params = self._parallelism, self._optimizer.name, self.params
         own: Any = getattr(self._optimizer, optimizer)
-        divided = section.tp_size * section.pp_size
+        divided = ranks_along(section, "tp") * ranks_along(section, "pp")
         built_in = self._model if isinstance(self._model, ModelConfig) else None
-        part = sizes.rank_params(built_in, divided, section.ep_size) if built_in else params / divided
+        part = sizes.rank_params(built_in, divided, ranks_along(section, "ep")) if built_in else params / divided
         owned = params * section.replicas / world_size
         half = 4 if self._precision.dtype == "fp32" else 2
         grad = 4 if self._precision.grad_dtype == "fp32" else half

@@ -27,8 +27,8 @@ def checkpoint_words(section: CheckpointConfig, steps: int) -> str:
             f"one after every {section.keep_every} updates stays, {steps // section.keep_every} by update {steps}, "
             f"beside the newest {section.keep}"
         )
-    if section.copy_to is not None:
-        told.append(f"copied to {section.copy_to}")
+    if section.copies is not None:
+        told.append(f"copied to {section.copies.folder}")
     if section.copy_command:
         told.append(f"taken elsewhere by {section.copy_command[0]}")
     return f"checkpoints: {'; '.join(told)}" if told else ""
@@ -49,13 +49,13 @@ def nothing_saved(section: CheckpointConfig) -> str:
 
 
 def copy_problems(section: CheckpointConfig) -> Iterator[str]:
-    """Yield why checkpoints may not be copied to checkpoint.copy_to. A disk that is away now is no reason."""
-    target, own = section.copy_to, Path(section.folder)
-    if target is None:
+    """Yield why checkpoints may not be copied to checkpoint.copies.folder. A disk that is away now is no reason."""
+    if section.copies is None:
         return
+    target, own = section.copies.folder, Path(section.folder)
     if Path(target).absolute() == own.absolute():
-        yield f"checkpoint.copy_to: {target} is checkpoint.folder itself; write another folder"
-    yield from _other_copies("checkpoint.copy_to", Path(target), own)
+        yield f"checkpoint.copies.folder: {target} is checkpoint.folder itself; write another folder"
+    yield from _other_copies("checkpoint.copies.folder", Path(target), own)
 
 
 def _other_copies(key: str, target: Path, own: Path) -> Iterator[str]:

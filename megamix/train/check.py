@@ -21,6 +21,7 @@ from megamix.config import (
     config_of_run,
     data_parallel_size,
     grad_accum_steps,
+    ranks_along,
 )
 from megamix.config.problems import short
 from megamix.config.sections import CheckpointConfig
@@ -134,7 +135,7 @@ def _division_problems(model: DecoderConfig, parallelism: ParallelismConfig, fp8
         from megamix.parallel.build import divide_work, outline
 
         plain = model.model_copy(update={"compile": False})
-        ep_size = parallelism.ep_size  # as many data-parallel ranks are enough for it
+        ep_size = ranks_along(parallelism, "ep")  # as many data-parallel ranks are enough for it
         topology = Topology.place(0, dp=ep_size, **sizes, ep_size=ep_size)
         try:
             module, _ = outline(plain, parallelism, topology)

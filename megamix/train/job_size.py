@@ -50,7 +50,7 @@ class JobSize:
         table = ", ".join(f"{name} {size / GIB:,.2f} GiB" for name, size in held.items() if size)
         return (
             f"memory: a rank holds {need / GIB:,.2f} GiB or more between steps ({table}), and of {what} it has "
-            f"{limit / GIB:,.2f} GiB; start more ranks, set parallelism.shard, tp_size or pp_size, or make the model "
+            f"{limit / GIB:,.2f} GiB; start more ranks, set parallelism.shard, tensor or pipeline, or make the model "
             f"smaller: megamix plan CONFIG --world {os.environ.get('WORLD_SIZE', '1')} shows what a rank needs"
         )
 

@@ -13,7 +13,7 @@ from megamix.builders.data import JobCorpus
 from megamix.checkpoint.all_or_none import AllOrNone
 from megamix.comm.collectives import make_collectives
 from megamix.comm.topology import NotMetError, Topology, leave_ranks, local_device, meet_ranks
-from megamix.config import ConfigError, ParallelismConfig, axis_sizes
+from megamix.config import ConfigError, ParallelismConfig, axis_sizes, ranks_along
 from megamix.run.ranks_agree import KnownData, known_data
 from megamix.signals import LeaveRequest, signals_noted
 from megamix.supervise.console import say, say_phase
@@ -93,7 +93,7 @@ def met(section: ParallelismConfig, started: Mapping[str, str], corpus: JobCorpu
     with ExitStack() as stack:
         stack.push(_leave_ranks)
         data = known_data(started, corpus, section.timeout_s)
-        topology = Topology.connect(limit_s, ep_size=section.ep_size, **axis_sizes(section))
+        topology = Topology.connect(limit_s, ep_size=ranks_along(section, "ep"), **axis_sizes(section))
         # Signals are noted only from here on. Before, there is nothing to save, and a signal must be able to end a rank
         # that waits for the others.
         leave = stack.enter_context(signals_noted(launched=launcher is not None))

@@ -82,16 +82,16 @@ def test_a_mesh_that_does_not_divide_the_world_is_refused(run_ranks):
 @pytest.mark.parametrize(
     ("world_size", "sizes", "told"),
     [
-        (4, {"tp_size": 2}, None),
-        (3, {"tp_size": 2}, "tp_size: got 2, tp_size 2 must divide .* which is 3; start a multiple of 2, or"),
-        (4, {"replicas": 4, "tp_size": 2}, "replicas: got 4, replicas 4 . tp_size 2 must .* start a multiple of 8"),
-        (8, {"tp_size": 2, "dp_size": 2}, "dp_size: got 2, .* to 4 ranks, but 8 .*; write dp_size = 4 or start 4"),
-        (8, {"ep_size": 4, "cp_size": 2}, None),
-        (12, {"ep_size": 8, "cp_size": 2}, "ep_size: got 8, must divide .* 12, whose ranks .*; write ep_size = 4"),
+        (4, {"tensor": {"size": 2}}, None),
+        (3, {"tensor": {"size": 2}}, "tensor.size: got 2, tensor.size 2 must divide .* is 3; start a multiple of 2"),
+        (4, {"replicas": 4, "tensor": {"size": 2}}, "replicas: got 4, .* tensor.size 2 must .* start a multiple of 8"),
+        (8, {"tensor": {"size": 2}, "dp_size": 2}, "dp_size: got 2, .* to 4 ranks, .*; write dp_size = 4 or start 4"),
+        (8, {"expert": {"size": 4}, "context": {"size": 2}}, None),
+        (12, {"expert": {"size": 8}, "context": {"size": 2}}, "expert.size: got 8, must divide .* 12, .* size = 4"),
     ],
 )
 def test_a_bad_mesh_names_one_that_works(world_size, sizes, told):
-    model = {"experts": EXPERTS} if "ep_size" in sizes else {}
+    model = {"experts": EXPERTS} if "expert" in sizes else {}
     training = {"micro_batch_size": 1, "global_batch_size": 48}
     found = check_world_size(config_from_dict(changed(model=model, training=training, parallelism=sizes)), world_size)
     assert [bool(re.match(f"parallelism.{told}", problem)) for problem in found] == [True] * (told is not None)
@@ -100,13 +100,13 @@ def test_a_bad_mesh_names_one_that_works(world_size, sizes, told):
 def test_what_tensor_parallelism_cuts_must_divide_and_all_of_it_is_told():
     model = {"hidden_size": 96, "num_heads": 6, "num_kv_heads": 3, "vocab_size": 513, "seq_len": 33}
     model["ffn_hidden_size"] = 192
-    found = problems_of(changed(model=model, parallelism={"tp_size": 4}))
+    found = problems_of(changed(model=model, parallelism={"tensor": {"size": 4}}))
     told = ["num_heads 6", "vocab_size 513", "num_kv_heads 3", "seq_len 33"]
     for problem, word in zip(found, told, strict=True):
         assert f", must divide model.{word};" in problem
-        assert problem.endswith("write tp_size = 3")
-    assert len(problems_of(changed(model=model, parallelism={"tp_size": 4, "sequence_parallel": False}))) == 3
-    config_from_dict(changed(model=model, parallelism={"tp_size": 3}))
+        assert problem.endswith("write size = 3")
+    assert len(problems_of(changed(model=model, parallelism={"tensor": {"size": 4, "sequence_parallel": False}}))) == 3
+    config_from_dict(changed(model=model, parallelism={"tensor": {"size": 3}}))
 
 
 @pytest.mark.parametrize("ep_size", [1, 2, 8, 64, 1024])
@@ -133,13 +133,14 @@ def test_an_ep_size_that_does_not_divide_the_owners_is_refused_with_their_sizes(
 
 
 def test_an_ep_size_that_does_not_fit_the_model_is_refused():
-    assert problems_of(changed(model={"experts": EXPERTS}, parallelism={"ep_size": 3, "tp_size": 2})) == (
-        "parallelism.ep_size: got 3, must divide model.experts.num_experts 8; write ep_size = 2",
-        "parallelism.tp_size: got 2, but ranks along tp do not divide experts; write tp_size = 1, and ep_size for more "
-        "memory",
+    section = {"expert": {"size": 3}, "tensor": {"size": 2}}
+    assert problems_of(changed(model={"experts": EXPERTS}, parallelism=section)) == (
+        "parallelism.expert.size: got 3, must divide model.experts.num_experts 8; write size = 2",
+        "parallelism.tensor.size: got 2, but ranks along tp do not divide experts; write tensor = false, and "
+        "[parallelism.expert] for memory",
     )
-    (told,) = problems_of(changed(parallelism={"ep_size": 2}))
-    assert told.startswith("parallelism.ep_size: got 2, but the model has no experts; write ep_size = 1")
+    (told,) = problems_of(changed(parallelism={"expert": {"size": 2}}))
+    assert told.startswith("parallelism.expert.size: got 2, but the model has no experts; write expert = false")
 
 
 def _without_an_interface():

@@ -11,12 +11,16 @@ import pytest
 from megamix.cli import main
 from megamix.config import (
     Config,
+    ContextConfig,
     DataSource,
+    ExpertConfig,
     ExpertsConfig,
     FirstLayers,
     FP8Config,
     LatentSizes,
+    PipelineConfig,
     RopeScaling,
+    TensorConfig,
     TransformersConfig,
     config_schema,
     other_trainers,
@@ -25,7 +29,7 @@ from megamix.config.choices import section_at
 from megamix.config.loss_scales import LossScaleConfig
 from megamix.config.model_and_data import DataStage
 from megamix.config.optimizers import OptimizerGroup, OptimizerSchedules, SettingSchedule
-from megamix.config.sections import SECTIONS, AlertConfig, AverageConfig, PrometheusConfig, WandbConfig
+from megamix.config.sections import SECTIONS, AlertConfig, AverageConfig, CopyConfig, PrometheusConfig, WandbConfig
 from megamix.config.toml_text import parse_value
 from megamix.config.unread import READ_WHERE
 from megamix.plugins import LOSS_SCALES, OPTIMIZERS
@@ -48,6 +52,11 @@ TABLES = {
     "[model.experts]": ExpertsConfig,
     '[model] with family = "transformers"': TransformersConfig,
     "[training.average]": AverageConfig,
+    "[parallelism.context]": ContextConfig,
+    "[parallelism.expert]": ExpertConfig,
+    "[parallelism.tensor]": TensorConfig,
+    "[parallelism.pipeline]": PipelineConfig,
+    "[checkpoint.copies]": CopyConfig,
     "[[data.train]]": DataSource,
     "[[data.stages]]": DataStage,
     "[[optimizer.groups]]": OptimizerGroup,
@@ -98,7 +107,7 @@ def test_the_page_s_table_of_other_trainers_names_our_keys_as_the_hints_do():
     rows = [line.strip(" |").split(" | ") for line in table.splitlines()[2:]]
     assert len(rows) > 30
     no_hint = {key for section in SECTIONS for key in section_at(Config, [section], {}).model_fields}
-    no_hint |= {"betas", "mode", "folder", "max_norm", "stage", "enabled"}
+    no_hint |= {"sequence_parallel", "betas", "mode", "folder", "max_norm", "stage", "enabled"}
     for _, *theirs, here in rows:
         ours = set(KEY_HERE.findall(here))
         assert [key for key in re.findall(r"`(\w+[\w.]*\.\w+)`", here) if not is_key(key)] == []

@@ -355,12 +355,12 @@ def test_checks_on_unusable_values_are_left_out_and_all_others_told_at_once():
     assert sorted(problem.split(":")[0] for problem in problems_of(tree)) == fields
     tree = changed(
         precision={"dtype": "fp16", "loss_scale": {"rule": "off", "init_scale": 3}},
-        parallelism={"dp_size": "x", "pp_size": 2, "pp_schedule": "x", "pp_stages_per_rank": 2},
+        parallelism={"dp_size": "x", "pipeline": {"size": 2, "schedule": "x", "stages_per_rank": 2}},
         training={"global_batch_size": 6, "stepz": 3},
     )
     fields = [
-        "parallelism.dp_size", "parallelism.pp_schedule",
-        "parallelism.pp_size",  # more stages than layers
+        "parallelism.dp_size", "parallelism.pipeline.schedule",
+        "parallelism.pipeline.size",  # more stages than layers
         "precision.loss_scale.init_scale",  # not read
         "precision.loss_scale.rule", "training.global_batch_size", "training.stepz",
     ]  # fmt: skip

@@ -35,7 +35,7 @@ def test_a_check_names_a_layer_that_no_gpu_takes():
     fine = config_of("rowwise")
     assert not any("fp8" in line for line in job_problems(fine, 1))
     narrow = config_of("rowwise", model={"ffn_hidden_size": 40})
-    divided = config_of("rowwise", parallelism={"tp_size": 2}, model={"num_kv_heads": 2, "hidden_size": 48})
+    divided = config_of("rowwise", parallelism={"tensor": {"size": 2}}, model={"num_kv_heads": 2, "hidden_size": 48})
     for config, ranks, name in ((narrow, 1, "feed_forward.gate is [40, 32]"), (divided, 2, "query is [24, 48]")):
         (problem,) = [line for line in job_problems(config, ranks) if "fp8" in line]
         assert f"blocks.0.{name} on a rank".replace("blocks.0.query", "blocks.0.attention.query") in problem

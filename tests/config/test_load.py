@@ -204,12 +204,10 @@ def test_table_does_not_hide_a_mistake_below_it(tmp_path):
     assert problem == "metrics: got 3, must be a table; write [metrics] and its keys below it"
 
 
-# By a cosine, without pipeline, tensor parallel ranks, validation and profile.
+# By a cosine, without validation and profile.
 UNREAD = {
-    *("training.eval_batches", "profiling.start_step", "metrics.sample_prompt", "checkpoint.copy_keep"),
+    *("training.eval_batches", "profiling.start_step", "metrics.sample_prompt"),
     *("model.qk_norm_over", "model.window_rope_theta", "lr_schedule.warmup_tokens", "lr_schedule.decay_tokens"),
-    *("parallelism.pp_schedule", "parallelism.pp_stages_per_rank", "parallelism.sequence_parallel"),
-    *("parallelism.cp_method", "parallelism.ep_method"),
 }
 
 

@@ -15,6 +15,17 @@ from tests.config.test_load import MINIMAL, write
 # Of each kind of row: what a file had, and the trees that it stands for now.
 OLD = {
     "a value that meant none": ('[precision.fp8]\nrecipe = "none"\n', {"precision": {"fp8": False}}),
+    "tables whose size meant none": (
+        "[parallelism]\npp_size = 1\ntp_size = 1\nsequence_parallel = true\ncp_size = 1\nep_size = 1\n",
+        {"parallelism": {}},
+    ),
+    "tables": (
+        'copy_to = "away"\ncopy_keep = 3\n[parallelism]\ncp_size = 2\ncp_method = "heads"\n',  # behind [checkpoint]
+        {
+            "checkpoint": {"copies": {"folder": "away", "keep": 3}},
+            "parallelism": {"context": {"size": 2, "method": "heads"}},
+        },
+    ),
     "a value that is the default": ("[optimizer.nag]\ndampening = 0.0\n", {"optimizer": {"nag": {}}}),
 }
 
@@ -29,10 +40,10 @@ def test_old_keys_are_read_in_what_a_run_has_written_and_refused_and_rewritten_i
     job = write(tmp_path, "job.toml", MINIMAL + text)
     with pytest.raises(ConfigError) as refused:
         load_config(job)
-    assert len(refused.value.problems) == len(upgraded_text(text)[1])
+    assert len(refused.value.problems) == len(upgraded_text(MINIMAL + text)[1])
     assert all(f"megamix config --upgrade {job} does so" in line for line in refused.value.problems)
     assert main(["config", "--upgrade", str(job)]) == 0
-    assert capsys.readouterr().out.splitlines() == upgraded_text(text)[1]
+    assert capsys.readouterr().out.splitlines() == upgraded_text(MINIMAL + text)[1]
     assert load_config(job) == want
     assert main(["config", "--upgrade", str(job)]) == 0
     assert capsys.readouterr().out == f"{job}: has no key of an earlier version\n"

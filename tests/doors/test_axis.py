@@ -128,8 +128,8 @@ def test_a_job_with_the_axis_saves_resumes_elsewhere_and_is_planned(rows_on_rank
 def test_mistakes_with_axes_are_named(rows, tmp_path):
     with pytest.raises(ConfigError, match=r"parallelism\.rows\.size: got 0, must be greater than 0"):
         _job(tmp_path, rows={"size": 0})
-    with pytest.raises(ConfigError, match=r"parallelism\.pp_size: got 2, .* a plugin.s axis leaves; write pp_size = 1"):
-        _job(tmp_path, **WITH_ROWS, pp_size=2)
+    with pytest.raises(ConfigError, match=r"pipeline\.size: got 2, .* a plugin.s axis leaves; write pipeline = false"):
+        _job(tmp_path, **WITH_ROWS, pipeline={"size": 2})
     job, rows_config = _job(tmp_path, **WITH_ROWS), sys.modules[ROWS].RowsConfig
     (problem,) = check_world_size(job, 3)
     assert problem.startswith("parallelism.rows.size: got 2, rows.size 2 must divide the number of ranks, which is 3;")

@@ -65,7 +65,7 @@ def folder(tmp_path_factory, toy):
     return path
 
 
-@pytest.mark.parametrize("layout", [{"dp_size": 2}, {"tp_size": 2}, {"pp_size": 2}])
+@pytest.mark.parametrize("layout", [{"dp_size": 2}, {"tensor": {"size": 2}}, {"pipeline": {"size": 2}}])
 def test_ranks_end_where_one_process_does(run_ranks, folder, layout):
     name = next(iter(layout))
     losses = run_ranks(run_on_ranks, 2, _job(folder, name, **layout))
@@ -99,13 +99,13 @@ def test_it_goes_out_and_comes_back(folder, capsys):
 
 
 def test_sizes_that_ranks_cannot_divide_are_found_before_a_job(folder):
-    problems = job_problems(_job(folder, "divided", tp_size=5), 5)
-    assert any(line.startswith("parallelism.tp_size: got 5, must divide 24, of ") for line in problems), problems
-    assert not any("tp_size" in line for line in job_problems(_job(folder, "divided", tp_size=2), 2))
-    with pytest.raises(ConfigError, match="cp_size: got 3, needs a model.seq_len that is a multiple of 6, not 32"):
-        _job(folder, "uneven", cp_size=3)
-    (problem,) = job_problems(_job(folder, "divided", cp_size=2), 2)
-    assert problem.startswith("parallelism.cp_size: got 2, but the family 'toy' does not attend by ops.attention alone")
+    problems = job_problems(_job(folder, "divided", tensor={"size": 5}), 5)
+    assert any(line.startswith("parallelism.tensor.size: got 5, must divide 24, of ") for line in problems), problems
+    assert not any("tensor" in line for line in job_problems(_job(folder, "divided", tensor={"size": 2}), 2))
+    with pytest.raises(ConfigError, match="context.size: got 3, needs a model.seq_len that is a multiple of 6, not 32"):
+        _job(folder, "uneven", context={"size": 3})
+    (problem,) = job_problems(_job(folder, "divided", context={"size": 2}), 2)
+    assert problem.startswith("parallelism.context.size: got 2, but the family 'toy' does not attend by ops.attention ")
 
 
 @pytest.mark.parametrize("not_divided", [("gate", "up", "down"), ("down",)])
@@ -120,8 +120,8 @@ def test_a_branch_that_ranks_would_compute_wrong_is_refused_by_name(folder, toy,
         self.rules = {"gain": ParamRule("ones")}
 
     monkeypatch.setattr(toy.Gated, "__init__", wrong)
-    problems = job_problems(_job(folder, "divided", tp_size=2), 2)
-    told = "parallelism.tp_size: got 2, but blocks.0.gated (Gated) is a Branch without a row-divided layer"
+    problems = job_problems(_job(folder, "divided", tensor={"size": 2}), 2)
+    told = "parallelism.tensor.size: got 2, but blocks.0.gated (Gated) is a Branch without a row-divided layer"
     assert any(line.startswith(told) for line in problems), problems
     assert not any("Branch" in line for line in job_problems(_job(folder, "divided"), 2))
 
@@ -133,8 +133,8 @@ def test_a_divided_layer_outside_of_a_branch_is_refused_by_name(folder, toy, mon
             self.gate = Linear(config.hidden_size, config.gate_size, True, ops, std=0.1, divides="columns")
 
     monkeypatch.setattr(toy, "Gated", Gated)
-    problems = job_problems(_job(folder, "divided", tp_size=2), 2)
-    told = 'parallelism.tp_size: got 2, but blocks.0.gated.gate has divides="columns" and is in no Branch'
+    problems = job_problems(_job(folder, "divided", tensor={"size": 2}), 2)
+    told = 'parallelism.tensor.size: got 2, but blocks.0.gated.gate has divides="columns" and is in no Branch'
     assert any(line.startswith(told) for line in problems), problems
 
 
@@ -184,7 +184,7 @@ def _mixture(folder, run, steps=6):
         experts=EXPERTS,
         training={"steps": steps, "eval_interval": 3},
         decay_style="constant",
-        ep_size=2,
+        expert={"size": 2},
         checkpoint={"folder": str(folder / run), "save_interval": 3},
     )
 

@@ -23,7 +23,7 @@ from megamix.checkpoint.save import save
 from megamix.checkpoint.snapshot import take_snapshot
 from megamix.cli import main
 from megamix.comm.topology import Topology
-from megamix.config import ParallelismConfig
+from megamix.config import ParallelismConfig, resized
 from megamix.mixed_precision import fused_update
 from megamix.mixed_precision.optimizers import Optimizer
 from megamix.mixed_precision.update_slice import UpdateScalars
@@ -77,7 +77,8 @@ def plugin():
 
 def _build(tp_size=1, optimizer=OPTIMIZER, compiled=False):
     topology = Topology.connect(tp=tp_size)
-    model, placements = build_model(CASE.config(), ParallelismConfig(), topology, torch.device("cpu"))
+    section = ParallelismConfig(**resized(ParallelismConfig(), tp=tp_size))
+    model, placements = build_model(CASE.config(), section, topology, torch.device("cpu"))
     sharding = Sharding([*model.blocks], topology, 3000, placements=placements)
     return make_engine(model, optimizer, sharding=sharding, compile_update=compiled, fill=drawn(model, 0))
 

@@ -226,7 +226,7 @@ def _scales(clone, capsys):
         program.chmod(0o755)
     script, torchrun, *others, plan = _commands("Scale")
     assert plan.startswith("megamix plan")  # tests/test_readme.py
-    alone = torchrun.replace("tp_size=2", "tp_size=1")
+    alone = torchrun.replace("tensor.size=2", "tensor.size=1")
     for ranks, command in ((2, script), (1, f"export PYTHONPATH=.; {alone}")):
         small = f"{command.replace('8', str(ranks))} checkpoint.folder=runs/scale{ranks}"
         assert f"{ranks} rank(s)" in clone.run(small, capsys)

@@ -21,6 +21,8 @@ from tests.train.recorded import Record, attempts_recorded
 
 STEPS = 3
 
+TWO = {"size": 2}
+
 
 def _by_borders(config):
     """Train without a mask: what made the host wait from the second attempt on, and how often kernels were called."""
@@ -49,7 +51,7 @@ def test_jobs_make_no_mask_and_no_wait_and_have_the_losses_of_the_mask(gpu_ranks
             packing="documents", valid=None, steps=STEPS, eval_interval=0,
             loss_scale={"rule": "static", "init_scale": 2.0**8}, log_interval=1,
         )
-        for name, layout in {"mask": {}, "dp": {}, "tp": {"tp_size": 2}, "pp": {"pp_size": 2}}.items()
+        for name, layout in (("mask", {}), ("dp", {}), ("tp", {"tensor": TWO}), ("pp", {"pipeline": TWO}))
     )  # fmt: skip
     gpu_ranks(run_on_ranks, 2, masked)
     want = _first_row(masked)

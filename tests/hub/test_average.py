@@ -34,8 +34,8 @@ def runs(tmp_path_factory, data, run_ranks):
     """Train one model three times: in FP16 alone, in BF16 with divided experts, and in FP16 with divided layers."""
     folder = tmp_path_factory.mktemp("runs")
     run_on_ranks(_job(folder / "a", data))
-    run_ranks(run_on_ranks, 2, _job(folder / "b", data, dtype="bf16", ep_size=2, seed=5))
-    run_ranks(run_on_ranks, 2, _job(folder / "c", data, pp_size=2, shard="gradients"))
+    run_ranks(run_on_ranks, 2, _job(folder / "b", data, dtype="bf16", expert={"size": 2}, seed=5))
+    run_ranks(run_on_ranks, 2, _job(folder / "c", data, pipeline={"size": 2}, shard="gradients"))
     return [folder / name / "run" for name in "abc"]
 
 

@@ -101,7 +101,7 @@ def test_a_model_of_transformers_imports_trains_and_exports(family, number, shap
 def test_a_mixture_trained_where_ranks_divide_its_experts_evaluates_and_exports(data, tmp_path, run_ranks, capsys):
     random_model("qwen3_moe", next(shapes("qwen3_moe", 1))).save_pretrained(tmp_path / "hf")
     import_model(tmp_path / "hf", tmp_path / "in")
-    divided = {"model.seq_len": SEQ_LEN, "parallelism.ep_size": 2}
+    divided = {"model.seq_len": SEQ_LEN, "parallelism.expert.size": 2}
     run_ranks(run_on_ranks, 2, job_from(tmp_path / "in", data, tmp_path / "run", **divided))
     assert main(["export", str(tmp_path / "run"), "--to", "hf", str(tmp_path / "out"), "--dtype", "fp32"]) == 0
     on_text = ["--data", str(data / "valid"), "--max-tokens", "129", "--dtype", "fp32"]

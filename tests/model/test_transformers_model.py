@@ -201,7 +201,7 @@ def odd(folder, kind, keys):
 
 def test_what_does_not_go_together_is_refused_in_a_line(folder):
     for section, keys, told in (
-        ("parallelism", {"cp_size": 2}, 'parallelism.cp_size: got 2, but family = "transformers" computes by'),
+        ("parallelism", {"context": {"size": 2}}, 'context.size: got 2, but family = "transformers" computes by'),
         ("model", {"folder": "org/name"}, 'got "org/name", there is no org/name/config.json, and nothing is'),
         ("model", {"recompute": "selective"}, "model.recompute: got \"selective\", must be 'none' or 'full'"),
         ("model", {"config_json": '{"model_type": "nothing"}'}, "transformers does not take it"),

@@ -52,7 +52,8 @@ class Case:
         return replace(self, dp_size=1, cp_size=1, tp_size=1, grad_accum_steps=accumulation, bucket_size=None)
 
     def parallelism(self):
-        return ParallelismConfig(sequence_parallel=self.sequence_parallel)
+        tensor = {"size": self.tp_size, "sequence_parallel": self.sequence_parallel} if self.tp_size > 1 else None
+        return ParallelismConfig(tensor=tensor, context={"size": self.cp_size} if self.cp_size > 1 else None)
 
     def config(self):
         kind = GPT if self.model == "gpt" else LLAMA

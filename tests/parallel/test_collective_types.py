@@ -56,7 +56,7 @@ def _cross_entropy(*, hidden, weight, targets):
 
 def _type_of_loss(family, sequence):
     config = make_config("tp2", family=family, dtype="fp32", model={"seq_len": 16}, sequence_parallel=sequence).model
-    section, topology = ParallelismConfig(tp_size=2, sequence_parallel=sequence), Topology.connect(tp=2)
+    section, topology = ParallelismConfig(tensor={"size": 2, "sequence_parallel": sequence}), Topology.connect(tp=2)
     model, _ = build_model(config, section, topology, torch.device("cpu"))
     with (
         mock.patch.object(borders.Crossing, "spmd_typecheck", staticmethod(_crossing), create=True),

@@ -42,6 +42,8 @@ from tests.train.recorded import run_recorded
 LAYOUTS = {2: ["cp2"], 4: ["cp4", "dp2cp2", "tp2cp2", "tp2cp2sp", "cp2pp2", "replicas2cp2"]}
 COUNTS = {2: 40, 4: 160} if FULL else {2: 2, 4: 6}
 
+TWO = {"size": 2}
+
 
 def _drawn(world_size):
     """Yield seeded jobs, every layout at least once."""
@@ -77,7 +79,7 @@ def _grads_of_two(interleaved):
     before the backwards, as in a pipeline.
     """
     config = make_config("cp2", dtype="fp32", model={"seq_len": 32, "recompute": "full", "dropout": 0.2}).model
-    model, _ = build_model(config, ParallelismConfig(cp_size=2), Topology.connect(cp=2), torch.device("cpu"))
+    model, _ = build_model(config, ParallelismConfig(context={"size": 2}), Topology.connect(cp=2), torch.device("cpu"))
     torch.manual_seed(0)
     model.load_state_dict(Transformer(config).state_dict(), assign=True)
     losses = []
@@ -170,7 +172,7 @@ def _sent(recompute, as_on_gpus, method):
 
     config = make_config("cp2", dtype="fp16", model={"hidden_size": 64, "recompute": recompute}).model
     model, _ = build_model(
-        config, ParallelismConfig(cp_size=2, cp_method=method), Topology.connect(cp=2), torch.device("cpu")
+        config, ParallelismConfig(context={"size": 2, "method": method}), Topology.connect(cp=2), torch.device("cpu")
     )
     for param in model.parameters():
         param.data = torch.randn(param.shape).half()
@@ -202,7 +204,7 @@ def test_a_layer_sends_no_more_than_it_must(run_ranks, as_on_gpus, method, recom
 def _kept(cp_size, seq_len, packed, method="gather"):
     """Return the bytes that a forward keeps for backward, beside parameters."""
     config = make_config("dp1", dtype="bf16", model={"seq_len": seq_len, "hidden_size": 64, "num_layers": 4}).model
-    section = ParallelismConfig(cp_size=cp_size, cp_method=method)
+    section = ParallelismConfig(context={"size": cp_size, "method": method} if cp_size > 1 else None)
     model, _ = build_model(config, section, Topology.connect(cp=cp_size), torch.device("cpu"))
     kept = {}
     own = {param.untyped_storage().data_ptr() for param in model.parameters()}
@@ -279,8 +281,8 @@ def _job(folder, sizes, steps):
 
 def test_a_job_resumes_on_every_layout_with_its_samples_and_metrics(run_ranks, tmp_path):
     meshes = [
-        (2, {"dp_size": 2}), (4, {"cp_size": 4}), (2, {"tp_size": 2}), (4, {"replicas": 2, "cp_size": 2}),
-        (4, {"cp_size": 2, "pp_size": 2}),
+        (2, {"dp_size": 2}), (4, {"context": {"size": 4}}), (2, {"tensor": TWO}), (4, {"replicas": 2, "context": TWO}),
+        (4, {"context": TWO, "pipeline": TWO}),
     ]  # fmt: skip
     write_data(tmp_path / "data", tokenizer=True)
     samples, last = [], 2 * len(meshes)
@@ -298,12 +300,12 @@ def test_a_job_resumes_on_every_layout_with_its_samples_and_metrics(run_ranks, t
 
 def test_what_does_not_go_together_is_refused():
     for model, section, said in (
-        ({"seq_len": 36}, {"cp_size": 8}, "cp_size: got 8, needs a model.seq_len that is a multiple of 16, not 36"),
-        ({"seq_len": 36, "num_heads": 4}, {"cp_size": 8, "cp_method": "heads"}, "multiple of 8, not 36"),
+        ({"seq_len": 36}, {"context": {"size": 8}}, "needs a model.seq_len that is a multiple of 16, not 36"),
+        ({"seq_len": 36, "num_heads": 4}, {"context": {"size": 8, "method": "heads"}}, "multiple of 8, not 36"),
         (
             {"seq_len": 32, "num_heads": 4},
-            {"cp_size": 4, "tp_size": 2, "cp_method": "heads"},
-            'cp_method: got "heads", but cp_size * tp_size = 8 must divide the 4 heads of keys and values',
+            {"context": {"size": 4, "method": "heads"}, "tensor": {"size": 2}},
+            'context.method: got "heads", but context.size * tensor.size = 8 must divide the 4 heads of',
         ),
     ):
         with pytest.raises(ConfigError, match=re.escape(said)):

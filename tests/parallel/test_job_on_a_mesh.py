@@ -17,7 +17,7 @@ def _job(folder, run, tp_size):
         optimizer={"name": "muon", "muon": {"ns_dtype": "fp32", "row_beta2": 0.9}},
         steps=8,
         eval_interval=4,
-        tp_size=tp_size,
+        tensor={"size": tp_size},
         checkpoint={"folder": str(folder / run), "replica_check_interval": 2},
         log_interval=1,
         precision_interval=4,

@@ -84,8 +84,8 @@ def test_norms_of_both_stand_around_each_part():
 
 
 def test_a_norm_over_all_heads_is_not_divided(tmp_path):
-    with pytest.raises(ConfigError, match='tp_size: got 2, but model.qk_norm_over = "all" needs all heads on one rank'):
-        tiny_job(tmp_path, model=SETTINGS["norm over all heads"], tp_size=2)
+    with pytest.raises(ConfigError, match='tensor.size: got 2, but .* = "all" needs all heads on one rank'):
+        tiny_job(tmp_path, model=SETTINGS["norm over all heads"], tensor={"size": 2})
 
 
 def test_an_unrotated_layer_is_one_of_the_model():

@@ -138,8 +138,8 @@ def _updates(folder):
 
 def test_a_run_goes_on_bit_for_bit_from_the_copies_of_a_lost_one(tmp_path, data, run_ranks):
     copied = tmp_path / "elsewhere/copies"
-    pipeline = {"num_layers": 2, "pp_size": 2}
-    config = _config(tmp_path, data, 6, **pipeline, copy_to=str(copied), copy_keep=1, keep_every=3)
+    pipeline = {"num_layers": 2, "pipeline": {"size": 2}}
+    config = _config(tmp_path, data, 6, **pipeline, copies={"folder": str(copied), "keep": 1}, keep_every=3)
     assert checkpoint_words(config.checkpoint, config.pace.steps).endswith(f"; copied to {copied}")
     run_ranks(run_on_ranks, 2, config)
     whole = end_of(tmp_path)
@@ -159,7 +159,7 @@ def test_a_target_in_trouble_is_told_and_ends_no_run(tmp_path, data, plain, caps
     with run_lock(target, lambda line: None) if "pid" in why else broken_disk(target) as disk:
         if disk is not None:
             disk.fault = FULL
-        run_on_ranks(_config(tmp_path, data, copy_to=str(target)))
+        run_on_ranks(_config(tmp_path, data, copies={"folder": str(target)}))
     told = capsys.readouterr().out
     (line,) = (line for line in told.splitlines() if "checkpoint NOT copied" in line)
     assert why in line
@@ -208,17 +208,17 @@ def test_the_folder_of_another_run_is_refused(tmp_path, data, checkpoint, monkey
     shared, two = tmp_path / "copies", tmp_path / "two"
     shared.mkdir()
     (shared / "config.toml.partial-0").touch()  # of a start that was killed
-    _take(_config(tmp_path, data, copy_to=str(shared)))(checkpoint)
+    _take(_config(tmp_path, data, copies={"folder": str(shared)}))(checkpoint)
     assert {path.name for path in shared.iterdir()} == {"checkpoints", "config.toml"}
-    check(_config(two, data, copy_to=str(tmp_path / "no copies yet")))
+    check(_config(two, data, copies={"folder": str(tmp_path / "no copies yet")}))
     told = f"{shared} has copies of another run, {tmp_path}/run"
-    other = _config(two, data, copy_to=str(shared))
-    with pytest.raises(ConfigError, match=f"copy_to: {told}; write another folder"):
+    other = _config(two, data, copies={"folder": str(shared)})
+    with pytest.raises(ConfigError, match=f"copies.folder: {told}; write another folder"):
         check(other)
     with pytest.raises(OSError, match=told):
         _take(other)(checkpoint)
-    with pytest.raises(ConfigError, match=r"copy_to: .* is checkpoint.folder itself; write another folder"):
-        check(_config(two, data, copy_to=str(two / "run")))
+    with pytest.raises(ConfigError, match=r"copies.folder: .* is checkpoint.folder itself; write another folder"):
+        check(_config(two, data, copies={"folder": str(two / "run")}))
     shutil.copytree(tmp_path / "run", two / "run")
     write_text(two / "run/config.toml", other.text)
     for source in ("run", "run/checkpoints", "run/checkpoints/step_00000001"):
@@ -230,7 +230,7 @@ def test_the_folder_of_another_run_is_refused(tmp_path, data, checkpoint, monkey
 
 def test_a_target_whose_file_system_is_gone_gets_no_copies_in_its_place(tmp_path, data, checkpoint):
     target = tmp_path / "copies"
-    take = _take(_config(tmp_path, data, copy_to=str(target)))
+    take = _take(_config(tmp_path, data, copies={"folder": str(target)}))
     take(checkpoint)
     shutil.rmtree(target)
     target.mkdir()  # empty, as where nothing is mounted any more

@@ -182,7 +182,7 @@ def test_no_category_is_more_than_the_plan_s(tmp_path, shard, optimizer, dtype, 
 
 
 def test_ranks_that_divide_experts_hold_their_own():
-    config = load_config(CONFIGS["qwen3-30b-a3b"], ["parallelism.ep_size=8", "model.num_layers=4"])
+    config = load_config(CONFIGS["qwen3-30b-a3b"], ["parallelism.expert.size=8", "model.num_layers=4"])
     least, planned = _least(config, 8), held_memory(config, 8, 0, "gpu")[0]
     assert all(0.97 * planned[category] < size <= planned[category] for category, size in least.items() if size)
 

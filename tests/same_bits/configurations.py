@@ -41,12 +41,12 @@ AXES = {
         dp1={"dp_size": 1},
         dp2={"dp_size": 2},
         dp4={"dp_size": 4},
-        tp2={"dp_size": 1, "tp_size": 2, "sequence_parallel": False},
-        dp2tp2={"dp_size": 2, "tp_size": 2},
-        cp2={"dp_size": 1, "cp_size": 2},
-        ep2={"dp_size": 2, "ep_size": 2},
-        pp2={"dp_size": 1, "pp_size": 2},
-        pp2zb={"dp_size": 1, "pp_size": 2, "pp_schedule": "interleaved_zero_bubble"},
+        tp2={"dp_size": 1, "tensor": {"size": 2, "sequence_parallel": False}},
+        dp2tp2={"dp_size": 2, "tensor": {"size": 2}},
+        cp2={"dp_size": 1, "context": {"size": 2}},
+        ep2={"dp_size": 2, "expert": {"size": 2}},
+        pp2={"dp_size": 1, "pipeline": {"size": 2}},
+        pp2zb={"dp_size": 1, "pipeline": {"size": 2, "schedule": "interleaved_zero_bubble"}},
     ),
     "model": _tables(
         "model",
@@ -109,8 +109,9 @@ def tree_of(one):
 
 
 def world_size(one):
-    sizes = tree_of(one)["parallelism"]
-    return math.prod(sizes.get(key, 1) for key in ("dp_size", "cp_size", "tp_size", "pp_size"))
+    section = tree_of(one)["parallelism"]
+    tables = [section[name] for name in ("context", "tensor", "pipeline") if name in section]
+    return section["dp_size"] * math.prod(table["size"] for table in tables)
 
 
 def pairs_of(one):

@@ -15,7 +15,7 @@ import warnings
 import torch
 import torch.distributed as dist
 
-from megamix.config import config_from_dict
+from megamix.config import ParallelismConfig, config_from_dict
 from megamix.data.loader import Batch
 from megamix.parallel.micro_batch_runner import MicroBatch
 from megamix.tools.ranks import RankPool
@@ -27,6 +27,18 @@ except ImportError:  # a tree of before it was there
 
 EVENTS = ("probe", "save", "inf", "discard", "nan", "restore", "load")  # one in each attempt
 DEADLINE_S = 180.0
+
+
+HAS_TABLES = "pipeline" in ParallelismConfig.model_fields
+
+
+def before_tables(tree):
+    """Return a configuration with the keys that a tree had before axes had tables."""
+    section = dict(tree["parallelism"])
+    for axis, name in {"tp": "tensor", "cp": "context", "ep": "expert", "pp": "pipeline"}.items():
+        for key, value in section.pop(name, {}).items():
+            section[key if key == "sequence_parallel" else f"{axis}_{key}"] = value
+    return tree | {"parallelism": section}
 
 
 def bits(value):
@@ -56,7 +68,7 @@ def train(tree):
     """
     logging.disable()
     warnings.simplefilter("ignore")
-    config = config_from_dict(tree)
+    config = config_from_dict(tree if HAS_TABLES else before_tables(tree))
     runner = build_training(config, torch.device("cpu"))
     engine, rank, told, parts, saved, factor = runner.engine, dist.get_rank(), {}, [], {}, 1.0
     matrices = [param for param in engine.module.parameters() if param.dim() > 1]

@@ -49,7 +49,7 @@ PLACES = ("training", "saving", "saving aside", "validating")  # places at which
 def _config(folder, data, **checkpoint):
     """Return a job whose ranks divide experts: one that ended a validation alone would leave the other waiting."""
     return tiny_job(
-        folder, tokens=data, experts=EXPERTS, ep_size=2, loss_scale={"init_scale": 2.0**10}, steps=STEPS,
+        folder, tokens=data, experts=EXPERTS, expert={"size": 2}, loss_scale={"init_scale": 2.0**10}, steps=STEPS,
         eval_interval=EVAL_INTERVAL, eval_batches=4, precision_interval=0,
         checkpoint={"save_interval": SAVE_INTERVAL} | checkpoint,
     )  # fmt: skip

@@ -127,7 +127,7 @@ def _start(folder, data, fault, victim, timeout_s):
     folder.mkdir()
     config = tiny_job(
         folder, tokens=data, valid=None, eval_interval=0, steps=FAULT_AT + 2 if fault is _writes_slowly else 100_000,
-        timeout_s=timeout_s, pp_size=2 if fault is _hangs_in_a_stage else 1,
+        timeout_s=timeout_s, pipeline={"size": 2 if fault is _hangs_in_a_stage else 1},
     )  # fmt: skip
     return FreshRanks(config, 2, partial(_strike, folder, fault, victim))
 

@@ -17,12 +17,12 @@ from tests.train.recorded import run_recorded
 
 RAMP = [[0, 4], [4, 8]]
 BEFORE, AT = 3, 5  # attempts that overflow: the last one in front of the border, and the first one behind it
-INTERLEAVED = {"pp_size": 2, "pp_schedule": "interleaved_1f1b"}  # two stages a rank
+INTERLEAVED = {"pipeline": {"size": 2, "schedule": "interleaved_1f1b"}}  # two stages a rank
 LAYOUTS = {
     "one rank": (1, {}),
     "two ranks": (2, {"micro_batch_size": 1}),
     "four ranks": (4, {"micro_batch_size": 1}),
-    "a pipeline": (2, {"pp_size": 2}),
+    "a pipeline": (2, {"pipeline": {"size": 2}}),
     "an interleaved pipeline": (2, {"parallelism": INTERLEAVED, "micro_batch_size": 1, "num_layers": 4}),
     "owners add up": (2, {"shard": "gradients", "accumulate": "owner"}),
     "parameters": (2, {"shard": "parameters", "micro_batch_size": 1}),

@@ -140,7 +140,7 @@ def _status(folder):
 @pytest.mark.parametrize("victim", [0, 1] if FULL else [1])
 def test_a_file_that_is_cut_while_two_ranks_train_ends_both_with_its_name(tmp_path, victim):
     """The other rank waits for its experts when it learns of it."""
-    config = _config(tmp_path, experts=EXPERTS, ep_size=2)
+    config = _config(tmp_path, experts=EXPERTS, expert={"size": 2})
     path = tmp_path / "data/train.bin"
     size = path.stat().st_size
     ranks = FreshRanks(config, 2, partial(_cut_file, path, victim))

@@ -24,7 +24,7 @@ from tests.distributed.pipelines import SCHEDULES
 from tests.train.outcome import metrics_of
 from tests.train.recorded import run_recorded
 
-STAGES = {"pp_size": 2, "pp_schedule": "interleaved_1f1b"}
+STAGES = {"pipeline": {"size": 2, "schedule": "interleaved_1f1b"}}
 ALL_PARTS = EXPERTS | {"shared_ffn_hidden_size": 16, "balance_loss": 0.01, "z_loss": 0.001}
 
 
@@ -55,7 +55,7 @@ def run_bad(config):
 
 
 def test_a_run_that_stops_goes_on_bit_for_bit_where_ranks_divide_experts(run_ranks, tmp_path, data):
-    short = {"ep_size": 2, "steps": 4, "eval_interval": 2}
+    short = {"expert": {"size": 2}, "steps": 4, "eval_interval": 2}
     whole, halves = (experts_job(tmp_path / name, data, **short) for name in ("whole", "halves"))
     run_ranks(run_bad, 2, whole)
     weights = weights_of(whole)
@@ -69,13 +69,15 @@ def test_a_run_that_stops_goes_on_bit_for_bit_where_ranks_divide_experts(run_ran
 
 
 def test_a_run_goes_on_from_any_layout_with_the_same_weights(run_ranks, tmp_path, data, capsys):
-    run = experts_job(tmp_path, data, ep_size=2, steps=2, eval_interval=0)
+    run = experts_job(tmp_path, data, expert={"size": 2}, steps=2, eval_interval=0)
     run_ranks(run_on_ranks, 2, run)
     saved = weights_of(run)
     # Loading and saving on another layout changes no bit: no update is left to take.
-    for ranks, place in ((1, {}), (2, {"ep_size": 2, "cp_size": 2}), (2, {"pp_size": 2}), (2, {"ep_size": 2})):
+    two = {"size": 2}
+    places = (1, {}), (2, {"expert": two, "context": two}), (2, {"pipeline": two}), (2, {"expert": two})
+    for ranks, place in places:
         (tmp_path / "run/weights.safetensors").unlink()
-        run_ranks(run_on_ranks, ranks, run.with_keys(parallelism={"ep_size": 1, **place}))
+        run_ranks(run_on_ranks, ranks, run.with_keys(parallelism={"expert": {"size": 1}, **place}))
         assert differing(weights_of(run), saved) == []
     assert main(["generate", str(tmp_path / "run"), "--prompt", "def ", "--max-new-tokens", "8"]) == 0
     assert capsys.readouterr().out.startswith("def ")
@@ -145,7 +147,7 @@ def test_a_pipeline_s_job_is_one_process_s_job(run_ranks, tmp_path, data):
 
 def test_checkpoints_go_from_a_pipeline_to_data_parallel_ranks_and_back(run_ranks, tmp_path, data):
     """There are three legs of two updates each; every change of layout is one of a resumed run."""
-    layouts = [{"pp_size": 2, "pp_schedule": SCHEDULES[-1]}, {}, {"pp_size": 2}]
+    layouts = [{"pipeline": {"size": 2, "schedule": SCHEDULES[-1]}}, {}, {"pipeline": {"size": 2}}]
     same = {"decay_style": "constant", "tie_embeddings": True, "eval_interval": 0}
     for leg, layout in enumerate(layouts, start=1):
         job = pipeline_job(tmp_path / "moved", data, parallelism=layout, **same | {"steps": 2 * leg})
@@ -168,7 +170,7 @@ def trained(config):
 
 def test_a_job_names_its_layers(run_ranks, tmp_path, data):
     short = {"warmup_steps": 1, "steps": 2, "global_batch_size": 4, "eval_interval": 1, "log_interval": 1}
-    job = tiny_job(tmp_path, tokens=data, ffn_hidden_size=64, tp_size=2, dtype="bf16", **short)
+    job = tiny_job(tmp_path, tokens=data, ffn_hidden_size=64, tensor={"size": 2}, dtype="bf16", **short)
     job = job.with_keys(precision={"fp8": FP8Config(recipe="rowwise", weight_grad="fp8", but=("blocks.0.*",))})
     (tmp_path / "job.toml").write_text(job.text)
     (said, products), (_, of_other_rank) = run_ranks(trained, 2, load_config(tmp_path / "job.toml"))

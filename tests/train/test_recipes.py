@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megamix.cli import main
-from megamix.config import load_config
+from megamix.config import load_config, ranks_along
 from megamix.model.family import parameter_count
 from tests.builders import run_on_ranks
 
@@ -37,8 +37,8 @@ def _shrunken(name, folder, data):
         "lr_schedule.warmup_steps": min(2, whole.lr_schedule.warmup_steps),
         "training.global_batch_size": ramp[-1][1] if ramp else 4,
         "training.batch_ramp": ramp,
-        "parallelism.cp_size": min(2, parallel.cp_size),
-        "parallelism.ep_size": min(2, parallel.ep_size),
+        "parallelism.context.size": min(2, ranks_along(parallel, "cp")),
+        "parallelism.expert.size": min(2, ranks_along(parallel, "ep")),
         "checkpoint.folder": str(folder / "run"),
     }
     if model.num_kv_heads is not None:

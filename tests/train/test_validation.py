@@ -74,7 +74,7 @@ def _validated(configs):
 
 
 def test_each_set_s_loss_on_two_ranks_is_that_of_one_pass_over_its_samples(run_ranks, tmp_path, data):
-    layouts = [{}, {"cp_size": 2}, {"pp_size": 2}, {"tp_size": 2}]
+    layouts = [{}, {"context": {"size": 2}}, {"pipeline": {"size": 2}}, {"tensor": {"size": 2}}]
     want = _in_one_pass(_sets(tmp_path, data))
     assert want.keys() == {"", "one", "mix_2", "split"}
     # All round FP32 sums of at most SAMPLES * SEQ_LEN losses, in other orders: each addition by up to 2^-24 of the sum.
@@ -158,9 +158,10 @@ def _said(config):
     return said.getvalue()
 
 
-LAYOUTS = [{}, {"tp_size": 2}, {"pp_size": 2}]
+LAYOUTS = [{}, {"tensor": {"size": 2}}, {"pipeline": {"size": 2}}]
 if FULL:
-    LAYOUTS += [{"shard": "parameters"}, {"cp_size": 2, "shard": "gradients"}, {"ep_size": 2, "experts": EXPERTS}]
+    LAYOUTS += [{"shard": "parameters"}, {"context": {"size": 2}, "shard": "gradients"}]
+    LAYOUTS += [{"expert": {"size": 2}, "experts": EXPERTS}]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

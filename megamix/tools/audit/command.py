@@ -77,7 +77,11 @@ def _of_job(arguments: argparse.Namespace) -> Iterator[str]:
     others = axis_sizes(section)
     own = math.prod(others.values())
     ranks = max(started, own)
-    config = Layout("audit", (("dp", ranks // own), *others.items()), section.sequence_parallel).apply(config)
+    config = Layout(
+        "audit",
+        (("dp", ranks // own), *others.items()),
+        section.tensor is not None and section.tensor.sequence_parallel,
+    ).apply(config)
     config = config.with_keys(optimizer={"compile": False})  # the same dtypes, without 10 s of compiler
     from megamix.comm.topology import leave_ranks, local_device, meet_ranks  # imports torch, which takes seconds
     from megamix.tools.ranks import RankPool

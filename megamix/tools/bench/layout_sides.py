@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megamix.comm.topology import Topology
-from megamix.config import ParallelismConfig
+from megamix.config import ParallelismConfig, resized
 from megamix.data.loader import Batch
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.settings import Sharding
@@ -35,9 +35,9 @@ def _make_part(
 ) -> ShardedEngine:
     """Return the engine of this rank's part of the model, which has the weights that make_model has."""
     cpu = torch.device("cpu")
-    model, placements = build_model(
-        work.model, ParallelismConfig(sequence_parallel=sequence_parallel), topology, cpu, stages
-    )
+    keys = resized(ParallelismConfig(), tp=topology.tp.size)
+    tensor = keys["tensor"] and keys["tensor"].model_copy(update={"sequence_parallel": sequence_parallel})
+    model, placements = build_model(work.model, ParallelismConfig(tensor=tensor), topology, cpu, stages)
     sharding = Sharding(units=[*model.blocks], topology=topology, placements=placements)
     return make_engine(work, model, sharding, drawn(model, SEED))
 

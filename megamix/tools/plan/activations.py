@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from megamix.comm.collectives import ShapesAlone
 from megamix.comm.topology import Topology
-from megamix.config import DecoderConfig, FP8Config, ParallelismConfig, axis_sizes
+from megamix.config import DecoderConfig, FP8Config, ParallelismConfig, axis_sizes, ranks_along
 from megamix.live_storage import LiveStorage
 from megamix.model.family import family_of
 from megamix.model.fp8 import compute_in_fp8, fp8_names
@@ -70,15 +70,16 @@ class TracedWork:
     @property
     def hidden(self) -> tuple[int, int, int]:
         """Return the shape of the tensor that passes between stages, in `dtype`, while activations are kept."""
-        parts = self.division.cp_size * (self.division.tp_size if self.division.sequence_parallel else 1)
-        return self.batch[0], self.batch[1] // parts, self.model.hidden_size
+        tensor = self.division.tensor
+        parts = tensor.size if tensor and tensor.sequence_parallel else 1
+        return self.batch[0], self.batch[1] // ranks_along(self.division, "cp") // parts, self.model.hidden_size
 
     def routing(self) -> AbstractContextManager[None]:
         """Return a context in which tokens choose experts as this work says."""
         experts = getattr(self.model, "experts", None)
         if not self.crowded or experts is None:
             return nullcontext()
-        return crowded_experts(experts.top_k, experts.num_experts // self.division.ep_size)
+        return crowded_experts(experts.top_k, experts.num_experts // ranks_along(self.division, "ep"))
 
     @property
     def batch_bytes(self) -> int:
@@ -91,7 +92,8 @@ class TracedWork:
         It needs no connection to other ranks.
         """
         part, division = family_of(self.model).on_meta(self.model, like), self.division
-        topology = Topology.place(0, dp=division.ep_size, ep_size=division.ep_size, **axis_sizes(division))
+        ep_size = ranks_along(division, "ep")
+        topology = Topology.place(0, dp=ep_size, ep_size=ep_size, **axis_sizes(division))
         take_blocks(part, topology)
         if self.fp8 is not None:
             in_fp8 = self._in_fp8()

@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from megamix.config import Config, FirstLayers, axis_sizes, check_world_size
+from megamix.config import Config, ContextConfig, FirstLayers, axis_sizes, check_world_size, ranks_along, resized
 from megamix.config.checks import check_config
 from megamix.config.toml_text import value_text
 from megamix.model.sizes import num_repeated
@@ -64,7 +64,7 @@ def _kinds(job: Config) -> list[tuple[str, Sequence[Keys]]]:
     ranks, model, micro_batch = job.parallelism, job.model, job.training.micro_batch_size
     first = [FirstLayers(full=count) for count in range(num_repeated(model) + 1, model.num_layers)]
     halves = [micro_batch // 2**power for power in range(1, micro_batch.bit_length())]
-    tp, pp, cp, ep = (_doubled(size) for size in (ranks.tp_size, ranks.pp_size, ranks.cp_size, ranks.ep_size))
+    tp, pp, cp, ep = (_doubled(ranks_along(ranks, axis)) for axis in ("tp", "pp", "cp", "ep"))
     shared = {"shard": SHARDS[-1], "accumulate": "owner"}
     return [
         ("parallelism", [{"shard": shard} for shard in SHARDS[SHARDS.index(ranks.shard) + 1 :]]),
@@ -72,11 +72,11 @@ def _kinds(job: Config) -> list[tuple[str, Sequence[Keys]]]:
         ("model", [{"recompute": "selective"}] if model.recompute == "none" else []),
         ("model", [{"recompute": layers} for layers in (*first, "full")]),
         ("training", [{"micro_batch_size": size} for size in halves]),
-        ("parallelism", [{"cp_method": "heads"}]),
-        ("parallelism", [{"ep_size": size} for size in ep]),
-        ("parallelism", [{"tp_size": size} for size in tp if size <= MOST_TP]),
-        ("parallelism", [{"cp_size": size} for size in cp]),
-        ("parallelism", [{"pp_size": size} for size in pp]),
+        ("parallelism", [{"context": ranks.context.model_copy(update={"method": "heads"})}] if ranks.context else []),
+        ("parallelism", [resized(ranks, ep=size) for size in ep]),
+        ("parallelism", [resized(ranks, tp=size) for size in tp if size <= MOST_TP]),
+        ("parallelism", [resized(ranks, cp=size) for size in cp]),
+        ("parallelism", [resized(ranks, pp=size) for size in pp]),
         ("parallelism", [{**shared, "dp_size": size} for size in _doubled(ranks.dp_size or 1)]),
     ]
 
@@ -97,8 +97,17 @@ def _words(job: Config, section: str, keys: Keys) -> str:
     """Return the keys that differ from the job's, as settings are written."""
     before = getattr(job, section)
     changed = {key: it for key, it in keys.items() if it != getattr(before, key)}
-    texts = {key: value_text(dict(it) if isinstance(it, FirstLayers) else it) for key, it in changed.items()}
-    return ", ".join(f"{section}.{key} = {text}" for key, text in texts.items())
+    return ", ".join(f"{section}.{key}{_text(it)}" for key, it in changed.items())
+
+
+def _text(value: object) -> str:
+    """Return the end of a setting; of a table of ranks its number alone, and of one with another key that key."""
+    if isinstance(value, ContextConfig) and value.method == "heads":
+        return '.method = "heads"'
+    if isinstance(value, FirstLayers):
+        return f" = {value_text(dict(value))}"
+    size = getattr(value, "size", None)
+    return f" = {value_text(value)}" if size is None else f".size = {size}"
 
 
 def _peak(plan: MemoryPlan, job: Config) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from megamix.config import Config
+from megamix.config import Config, ranks_along
 from megamix.tools.plan.memory_plan import MemoryPlan, plan_memory
 
 
@@ -22,9 +22,11 @@ def expert_rows(config: Config, plan: MemoryPlan, limit: int | None) -> ExpertRo
     experts, section = getattr(config.model, "experts", None), config.parallelism
     if experts is None:
         return None
-    tokens = config.training.micro_batch_size * config.model.seq_len // section.cp_size
-    worst = tokens * section.ep_size * min(experts.top_k, experts.num_experts // section.ep_size)
-    even = worst if section.ep_method == "gather" else tokens * experts.top_k  # a gather has room for the worst
+    tokens = config.training.micro_batch_size * config.model.seq_len // ranks_along(section, "cp")
+    ep_size = ranks_along(section, "ep")
+    worst = tokens * ep_size * min(experts.top_k, experts.num_experts // ep_size)
+    gathers = section.expert is not None and section.expert.method == "gather"
+    even = worst if gathers else tokens * experts.top_k  # a gather has room for the worst
     worst_peak = plan_memory(config, plan.axes["dp"], plan.machine, crowded=True).peak
     factor = None
     if limit is not None and limit >= plan.peak:

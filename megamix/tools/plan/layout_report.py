@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megamix.arguments import Failed
-from megamix.config import Config, FirstLayers, check_world_size
+from megamix.config import Config, FirstLayers, axis_key, check_world_size, ranks_along
 from megamix.config.checks import check_config
 from megamix.progress import ProgressLine
 from megamix.tools.plan.layouts import LayoutSearch, TimedLayout, mesh_text
@@ -133,9 +133,11 @@ def why_none(search: LayoutSearch, gpus: int) -> str:
 def settings(config: Config) -> Iterator[str]:
     """Yield a layout as overrides of the command line."""
     ranks, full = config.parallelism, config.model.recompute
-    names = ["dp_size", "replicas", "tp_size", "pp_size", "cp_size", "ep_size", "shard"]
-    names += ["pp_schedule", "pp_stages_per_rank"] if ranks.pp_size > 1 else []
-    yield from (f"parallelism.{name}={getattr(ranks, name)}" for name in names)
+    yield from (f"parallelism.{name}={getattr(ranks, name)}" for name in ("dp_size", "replicas", "shard"))
+    yield from (f"parallelism.{axis_key(axis)}={ranks_along(ranks, axis)}" for axis in ("tp", "pp", "cp", "ep"))
+    if ranks.pipeline is not None:
+        names = "schedule", "stages_per_rank"
+        yield from (f"parallelism.pipeline.{name}={getattr(ranks.pipeline, name)}" for name in names)
     yield f"model.recompute{f'.full={full.full}' if isinstance(full, FirstLayers) else f'={full}'}"
     yield f"training.micro_batch_size={config.training.micro_batch_size}"
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
-from megamix.config import Config, FirstLayers, ParallelismConfig, axis_sizes
+from megamix.config import Config, FirstLayers, ParallelismConfig, PipelineConfig, axis_sizes, ranks_along, resized
 from megamix.tools.plan.least_memory import LeastMemory
 from megamix.tools.plan.time_constants import FittedConstants
 from megamix.tools.plan.time_hardware import Hardware
@@ -21,8 +21,13 @@ if TYPE_CHECKING:
 
 # Positions of a sequence on each context-parallel rank, at least: the model hides none of their traffic.
 LEAST_POSITIONS = 4096
-STAGES = {"1f1b": (1,), "interleaved_1f1b": (2, 4), "interleaved_zero_bubble": (2,), "zbv_zero_bubble": (2,)}
-SCHEDULES = [{"pp_schedule": name, "pp_stages_per_rank": count} for name, counts in STAGES.items() for count in counts]
+STAGES: dict[Any, tuple[int, ...]] = {
+    "1f1b": (1,),
+    "interleaved_1f1b": (2, 4),
+    "interleaved_zero_bubble": (2,),
+    "zbv_zero_bubble": (2,),
+}
+SCHEDULES = [(name, count) for name, counts in STAGES.items() for count in counts]
 SHARDS = get_args(ParallelismConfig.model_fields["shard"].annotation)
 
 
@@ -62,9 +67,10 @@ class LayoutSearch:
                     for replicas in {1, readers // in_node if readers % in_node == 0 else 1}:
                         dp = readers // replicas
                         for ep in _divisors(math.gcd(experts, dp * cp), experts):
-                            sizes = {"tp_size": tp, "pp_size": pp, "cp_size": cp, "ep_size": ep}
-                            for schedule in SCHEDULES if pp > 1 else [{}]:
-                                yield sizes | schedule | {"dp_size": dp, "replicas": replicas}
+                            sizes = {"tp": tp, "cp": cp, "ep": ep, "dp": dp, "replicas": replicas}
+                            keys = resized(self.config.parallelism, **sizes)
+                            for pipeline in _pipelines(pp):
+                                yield keys | {"pipeline": pipeline}
 
     @cached_property
     def _batch(self) -> int:
@@ -121,19 +127,27 @@ class LayoutSearch:
             yield "selective"
         if (fewest := least.fewest_first(limit)) is not None:
             # In a pipeline the first layers alone would slow the first rank, for which all others wait.
-            every = fewest >= config.model.num_layers or config.parallelism.pp_size > 1
+            every = fewest >= config.model.num_layers or config.parallelism.pipeline is not None
             yield "full" if every else FirstLayers(full=fewest)
+
+
+def _pipelines(size: int) -> list[PipelineConfig | None]:
+    """Return the pipelines of so many ranks, one for each schedule; none for one rank."""
+    if size == 1:
+        return [None]
+    return [PipelineConfig(size=size, schedule=schedule, stages_per_rank=count) for schedule, count in SCHEDULES]
 
 
 def mesh_text(config: Config) -> str:
     """Return a layout in words."""
     ranks, model = config.parallelism, config.model
-    sizes = {"dp": ranks.dp_size or 1, **axis_sizes(ranks), "ep": ranks.ep_size}
+    sizes = {"dp": ranks.dp_size or 1, **axis_sizes(ranks), "ep": ranks_along(ranks, "ep")}
     mesh = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "1 rank"
     full = model.recompute
     again = f"{full.full:g} layers" if isinstance(full, FirstLayers) else full
     text = f"{mesh}, {ranks.shard}, recompute {again}, micro-batch {config.training.micro_batch_size}"
-    return f"{text}, {ranks.pp_schedule} x {ranks.pp_stages_per_rank}" if ranks.pp_size > 1 else text
+    pipeline = ranks.pipeline
+    return f"{text}, {pipeline.schedule} x {pipeline.stages_per_rank}" if pipeline else text
 
 
 def _divisors(number: int, most: int) -> list[int]:

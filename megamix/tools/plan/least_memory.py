@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import ceil, prod
 
-from megamix.config import Config, FirstLayers, ModelConfig, axis_sizes, stages_per_rank
+from megamix.config import Config, FirstLayers, ModelConfig, PipelineConfig, axis_sizes, ranks_along, stages_per_rank
 from megamix.model import sizes
 from megamix.run.least_memory import LeastHeld
 
@@ -23,25 +23,27 @@ class LeastMemory:
         self._model, self._ranks = config.model, ranks
         self._half = FP32 if config.precision.dtype == "fp32" else HALF
         self._count = training.global_batch_size // (training.micro_batch_size * dp_size * ranks.replicas)
-        self._tokens = training.micro_batch_size * config.model.seq_len / ranks.cp_size
+        self._tp, self._pp = ranks_along(ranks, "tp"), ranks.pipeline
+        self._tokens = training.micro_batch_size * config.model.seq_len / ranks_along(ranks, "cp")
         self._kept_half = self._half / (1 if config.precision.fp8 is None else 2)
         averages = training.average is not None
         least = LeastHeld(config.model, config.optimizer, config.precision, ranks, averages=averages)
         self._held = sum(least.by_category(dp_size * prod(axis_sizes(ranks).values())).values())
         if ranks.shard != "states" and self._count > 1 and ranks.accumulate == "local":  # gradients stay whole, too
-            self._held += self._half * sizes.rank_params(config.model, ranks.tp_size * ranks.pp_size, ranks.ep_size)
+            divided = self._tp * ranks_along(ranks, "pp")
+            self._held += self._half * sizes.rank_params(config.model, divided, ranks_along(ranks, "ep"))
 
     def peak(self) -> int:
         """Return the bytes with the configured `recompute`; in a pipeline some first layers count as all."""
         recompute = self._model.recompute
         if not isinstance(recompute, FirstLayers):
             return self.of(recompute)
-        return self.of("full") if self._ranks.pp_size > 1 else self._whole(sizes.num_repeated(self._model), "none")
+        return self.of("full") if self._pp else self._whole(sizes.num_repeated(self._model), "none")
 
     def of(self, recompute: str) -> int:
         """Return the bytes with a word of `recompute`."""
-        if self._ranks.pp_size > 1:
-            return int(self._held + self._in_pipeline(self._kept(recompute)))
+        if self._pp is not None:
+            return int(self._held + self._in_pipeline(self._pp, self._kept(recompute)))
         return self._whole(self._model.num_layers if recompute == "full" else 0, recompute)
 
     def fewest_first(self, limit: int) -> int | None:
@@ -57,35 +59,35 @@ class LeastMemory:
         `full`: layers that backward computes again as a whole. `others`: the word of `recompute` for the rest.
         """
         model, ranks = self._model, self._ranks
-        table = model.vocab_size * model.hidden_size / ranks.tp_size
+        table = model.vocab_size * model.hidden_size / self._tp
         beside = FP32 * table + (self._half * table if ranks.shard == "parameters" else 0)
         if full == model.num_layers:
             beside = max(beside, self._kept("selective") - self._kept("full"))
         kept = full * self._kept("full") + (model.num_layers - full) * self._kept(others)
         return int(self._held + kept + beside)
 
-    def _in_pipeline(self, kept: float) -> float:
+    def _in_pipeline(self, pipeline: PipelineConfig, kept: float) -> float:
         """Return the bytes of the first rank's activations and buffers. `kept`: of a layer."""
-        ranks, on_rank = self._ranks, stages_per_rank(self._ranks)
-        stages = ranks.pp_size * on_rank
+        on_rank, tensor = stages_per_rank(pipeline), self._ranks.tensor
+        stages = pipeline.size * on_rank
         # The last stage has the head, so the others have more layers, all about equally many.
         in_stage = (self._model.num_layers - ceil(self._model.num_layers / stages)) // (stages - 1)
         in_stage = max(1, in_stage - (self._model.experts is not None))
-        at_once = min(ranks.pp_size, self._count)
+        at_once = min(pipeline.size, self._count)
         under_way = at_once * on_rank
-        if ranks.pp_schedule == "interleaved_1f1b":
-            under_way = (on_rank - 1) * at_once + 2 * ranks.pp_size - 1
-        elif ranks.pp_schedule.endswith("zero_bubble"):
+        if pipeline.schedule == "interleaved_1f1b":
+            under_way = (on_rank - 1) * at_once + 2 * pipeline.size - 1
+        elif pipeline.schedule.endswith("zero_bubble"):
             under_way //= 2
         layers = in_stage * max(1, min(under_way, self._count * on_rank))
         # Hidden states that arrive at each end of the rank's stages, of all micro-batches of a step.
-        ends = 2 if ranks.pp_schedule == "zbv_zero_bubble" else 2 * on_rank - 1
+        ends = 2 if pipeline.schedule == "zbv_zero_bubble" else 2 * on_rank - 1
         hidden = ends * self._tokens * self._half * self._model.hidden_size
-        return layers * kept + self._count * hidden / (ranks.tp_size if ranks.sequence_parallel else 1)
+        return layers * kept + self._count * hidden / (tensor.size if tensor and tensor.sequence_parallel else 1)
 
     def _kept(self, recompute: str) -> float:
         """Return the bytes that a layer keeps for backward, of one micro-batch."""
-        model, tp = self._model, self._ranks.tp_size
+        model, tp = self._model, self._tp
         width = model.hidden_size
         if recompute == "full":
             return self._tokens * self._half * width / tp

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from megamix.builders.objects import build_optimizer, build_precision
 from megamix.checkpoint.snapshot import pinned_sizes
 from megamix.comm.topology import Topology
-from megamix.config import Config, axis_sizes, grad_accum_steps
+from megamix.config import Config, axis_sizes, grad_accum_steps, ranks_along
 from megamix.mixed_precision.bucket import BucketBytes
 from megamix.mixed_precision.census import take_census
 from megamix.mixed_precision.engine import ShardedEngine
@@ -85,7 +85,7 @@ def plan_memory(
     Raises: ValueError if the global batch does not divide.
     """
     optimizer = optimizer or optimizer_of(config)
-    ranks = range(config.parallelism.pp_size)
+    ranks = range(ranks_along(config.parallelism, "pp"))
     plans = (plan_rank(config, dp_size, pp_rank, machine, optimizer, crowded=crowded) for pp_rank in ranks)
     return max(plans, key=lambda plan: plan.peak)
 
@@ -100,7 +100,8 @@ def plan_rank(
     crowded: bool = False,
 ) -> MemoryPlan:
     """Return the plan of one of a pipeline's ranks; see `plan_memory`."""
-    mesh = Topology.place(0, dp=dp_size, ep_size=config.parallelism.ep_size, **axis_sizes(config.parallelism))
+    section = config.parallelism
+    mesh = Topology.place(0, dp=dp_size, ep_size=ranks_along(section, "ep"), **axis_sizes(section))
     part = _plan_part(
         config, dp_size, mesh.pp.ranks[pp_rank], machine, optimizer or optimizer_of(config), crowded=crowded
     )
@@ -137,8 +138,8 @@ def held_memory(config: Config, dp_size: int, rank: int, machine: Machine) -> tu
     return part.held, _host(config, part)
 
 
-# Keys of [parallelism] that decide how a micro-batch is divided: a change of another key does not trace it again.
-_DIVIDING = ("cp_size", "cp_method", "ep_size", "ep_method", "tp_size", "sequence_parallel")
+# Tables of [parallelism] that decide how a micro-batch is divided: a change of another key does not trace it again.
+_DIVIDING = ("context", "expert", "tensor")
 
 
 class _RankPart(NamedTuple):
@@ -157,7 +158,7 @@ def _plan_part(
     crowded: bool = False,
 ) -> _RankPart:  # fmt: skip
     stages, section, training = plan_pipeline(config.model, config.parallelism), config.parallelism, config.training
-    topology = Topology.place(rank, dp=dp_size, ep_size=section.ep_size, **axis_sizes(section))
+    topology = Topology.place(rank, dp=dp_size, ep_size=ranks_along(section, "ep"), **axis_sizes(section))
     module, placements = outline(config.model.model_copy(update={"compile": False}), section, topology, stages)
     precision, micro_batches = build_precision(config.precision), grad_accum_steps(config, dp_size)
     sharding = Sharding(module.units, placements=placements, shard=section.shard, accumulate=section.accumulate)
@@ -189,12 +190,12 @@ def _plan_part(
         packed=config.data.packing == "documents",
         division=type(section)(**{key: getattr(section, key) for key in (*_DIVIDING, *MORE_AXES.sections)}),
         fp8=config.precision.fp8,
-        in_halves=bool(stages) and section.pp_schedule.endswith("zero_bubble"),
+        in_halves=section.pipeline is not None and section.pipeline.schedule.endswith("zero_bubble"),
         crowded=crowded,
     )
     pipeline = None
-    if stages:
-        pipeline = PipelineRank(work, stages, topology.pp.rank, section.pp_schedule, micro_batches)
+    if section.pipeline is not None:
+        pipeline = PipelineRank(work, stages, topology.pp.rank, section.pipeline.schedule, micro_batches)
         held[PIPELINE] = pipeline.held_buffers()
     return _RankPart(engine, matrices, FP32 * sum(spec.numel for spec in specs), held, work, pipeline)
 

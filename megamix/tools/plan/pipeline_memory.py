@@ -11,7 +11,7 @@ from functools import cache
 from types import SimpleNamespace
 from typing import NamedTuple
 
-from megamix.config import evaluated_at_once
+from megamix.config import evaluated_at_once, ranks_along
 from megamix.parallel.stages import StagePlan
 from megamix.tools.plan.activations import Activations, TracedWork, trace_stage
 
@@ -68,7 +68,7 @@ class PipelineRank(NamedTuple):
         ends = sum((index > 0) + self._is_sent(index) for index in self._own())
         at_once = evaluated_at_once(self.micro_batches, 1 + max(plan.rank for plan in self.stages))
         rows, positions = self.work.batch  # context-parallel ranks divide the positions, and no others do
-        shape = rows, positions // self.work.division.cp_size, self.work.model.hidden_size
+        shape = rows, positions // ranks_along(self.work.division, "cp"), self.work.model.hidden_size
         return at_once * (ends * self._bytes(shape) + self.work.batch_bytes)
 
     def activations(self) -> Activations:

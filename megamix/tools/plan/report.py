@@ -144,6 +144,6 @@ def _what_else(plan: MemoryPlan, limit: int) -> str:
     if whole > limit:
         return (
             f"half parameters and gradients, {amount(whole)}, are more by themselves; the model must be cut into more "
-            "parts (parallelism.shard, tp_size, pp_size, and ranks for them) or be smaller"
+            "parts (parallelism.shard, tensor, pipeline, and ranks for them) or be smaller"
         )
     return "a smaller model, or a shorter model.seq_len"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megamix.config import Config, stages_per_rank
+from megamix.config import Config, ranks_along, stages_per_rank
 from megamix.model import sizes
 from megamix.names import matches
 from megamix.tools.plan.time_work import Recompute, TimedJob, Traffic
@@ -27,6 +27,7 @@ def timed_job(config: Config, dp_size: int) -> TimedJob:
     if config.optimizer.name not in UPDATE_BYTES:
         known = ", ".join(UPDATE_BYTES)
         raise ValueError(f'optimizer.name: got "{config.optimizer.name}"; time is planned for {known} alone')
+    tensor, pipeline, context = ranks.tensor, ranks.pipeline, ranks.context
     repeated = sizes.num_repeated(model) / model.num_layers
     in_fp8 = 0
     if fp8 is not None:
@@ -41,14 +42,14 @@ def timed_job(config: Config, dp_size: int) -> TimedJob:
         global_batch=training.global_batch_size,
         dp=dp_size,
         replicas=ranks.replicas,
-        tp=ranks.tp_size,
-        pp=ranks.pp_size,
-        cp=ranks.cp_size,
-        ep=ranks.ep_size,
-        tp_whole=not ranks.sequence_parallel,
-        schedule=ranks.pp_schedule,
-        stages=stages_per_rank(ranks),
-        cp_heads=ranks.cp_method == "heads",
+        tp=tensor.size if tensor else 1,
+        pp=pipeline.size if pipeline else 1,
+        cp=context.size if context else 1,
+        ep=ranks_along(ranks, "ep"),
+        tp_whole=tensor is not None and not tensor.sequence_parallel,
+        schedule=pipeline.schedule if pipeline else "1f1b",
+        stages=stages_per_rank(pipeline) if pipeline else 1,
+        cp_heads=context is not None and context.method == "heads",
         kernels="compiled" if model.compile else "fused",
         fp8=in_fp8 / model.num_layers,
         fp8_weights=fp8 is not None and fp8.weight_grad == "fp8",
@@ -56,7 +57,7 @@ def timed_job(config: Config, dp_size: int) -> TimedJob:
         traffic=Traffic(
             gathers=2 * count if by_block else 1,  # each block before its forward and before its backward
             reductions=count if ranks.accumulate == "owner" else 1,
-            pieces=model.num_layers // ranks.pp_size + 1,
+            pieces=model.num_layers // ranks_along(ranks, "pp") + 1,
             hidden_by=(count if by_block else 1) if ranks.overlap else 0,
             reduce_bytes=4 if dtype == "fp32" else 2,
             update_bytes=moved,

@@ -45,7 +45,7 @@ class TimedJob:
     ep: int = 1
     tp_overlap: bool = False  # whether products run while their operands travel
     tp_whole: bool = False  # whether tensor-parallel ranks hold all positions between layers
-    schedule: str = "1f1b"  # as parallelism.pp_schedule
+    schedule: str = "1f1b"  # as parallelism.pipeline.schedule
     stages: int = 1  # of one pipeline rank
     cp_heads: bool = False  # whether context-parallel ranks exchange heads instead of keys and values
     # How operations between products run: "compiled", each block through a compiler; "fused", one kernel an operation;

@@ -54,7 +54,7 @@ EXPERTS = ["model.experts.num_experts=4", "model.experts.top_k=2", "model.expert
 
 
 @pytest.mark.parametrize(
-    ("job", "settings"), [("quickstart.toml", ["parallelism.tp_size=2"]), ("quickstart_moe.toml", EXPERTS)]
+    ("job", "settings"), [("quickstart.toml", ["parallelism.tensor.size=2"]), ("quickstart_moe.toml", EXPERTS)]
 )
 def test_ranks_that_divide_the_model_or_its_experts_are_started(capsys, job, settings):
     assert main(["audit", str(CONFIG.with_name(job)), *SMALL, *settings, "--json", "--updates", "1"]) == 0

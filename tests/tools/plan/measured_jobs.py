@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[3]
 JOB, FILE = Path(__file__).with_name("measured_job.toml"), Path(__file__).with_suffix(".json")
 RATES = ("cores", "wire", "products", "copy")  # doctor's checks that the time model reads
 LARGE = "model.hidden_size=512 model.num_heads=8"
+PIPELINE = "parallelism.pipeline"
 
 # Overrides by name, which begins with the number of ranks.
 SHORT = {"mb": "training.micro_batch_size"} | {axis: f"parallelism.{axis}_size" for axis in ("tp", "pp", "cp")}
@@ -35,11 +36,11 @@ FEW = {
     "2 dp2 parameters": "mb=2 parallelism.shard=parameters",
     "2 dp2 recompute": f"mb=2 model.recompute=full {LARGE}",
     "2 tp2": "mb=4 tp=2",
-    "2 tp2 whole positions": f"mb=2 tp=2 parallelism.sequence_parallel=false {LARGE}",
+    "2 tp2 whole positions": f"mb=2 tp=2 parallelism.tensor.sequence_parallel=false {LARGE}",
     "2 pp2 1f1b": "mb=1 pp=2",
-    "2 pp2 interleaved": "mb=2 pp=2 parallelism.pp_schedule=interleaved_1f1b parallelism.pp_stages_per_rank=2",
+    "2 pp2 interleaved": f"mb=2 pp=2 {PIPELINE}.schedule=interleaved_1f1b {PIPELINE}.stages_per_rank=2",
     "2 cp2 gather": "mb=4 cp=2",
-    "2 cp2 heads": "mb=2 training.global_batch_size=4 cp=2 parallelism.cp_method=heads model.seq_len=512",
+    "2 cp2 heads": "mb=2 training.global_batch_size=4 cp=2 parallelism.context.method=heads model.seq_len=512",
 }
 MANY = {  # more ranks than cores
     "4 dp4": "mb=2",

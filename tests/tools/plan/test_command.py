@@ -18,7 +18,7 @@ from tests.builders import optimizer_of
 
 PARAMETERS_8B = 8_030_261_248
 SHARDED, OWNERS = "parallelism.shard=parameters", "parallelism.accumulate=owner"
-LARGE = ["llama3.1-70b", "model.num_layers=8", "parallelism.tp_size=1", "parallelism.pp_size=1"]
+LARGE = ["llama3.1-70b", "model.num_layers=8", "parallelism.tensor.size=1", "parallelism.pipeline.size=1"]
 GPT = ["gpt2-124m", "model.num_layers=4"]
 ONE_HEAD = ["model.num_heads=1", "model.num_kv_heads=1", "model.seq_len=8191"]  # nothing to divide by tp and cp
 
@@ -105,7 +105,7 @@ def test_the_fewest_layers_that_fit_are_proposed_for_recompute():
 def test_a_model_whose_shares_do_not_fit_is_cut_by_advice_that_fits_on_the_same_ranks():
     job = [*LARGE, "training.global_batch_size=64"]
     *_, last = lines_of(64, *job, memory="13GiB")
-    cut = re.match(r"  and (parallelism.tp_size) = (\d): .*, fits, ", last)
+    cut = re.match(r"  and (parallelism.tensor.size) = (\d): .*, fits, ", last)
     assert cut is not None
     lines = lines_of(64, *job, SHARDED, "=".join(cut.groups()), memory="13GiB")
     assert lines[0].startswith(f"64 rank(s) (dp {64 // int(cut[2])} x tp {cut[2]}), each on a GPU: ")
@@ -124,7 +124,8 @@ def test_the_first_setting_of_shard_that_fits_is_named_and_comes_first_among_the
 
 
 def test_a_pipeline_is_told_why_parameters_are_left_out():
-    lines = lines_of(64, *LARGE[:2], "training.global_batch_size=8", "parallelism.tp_size=8", "parallelism.pp_size=4")
+    sizes = "training.global_batch_size=8", "parallelism.tensor.size=8", "parallelism.pipeline.size=4"
+    lines = lines_of(64, *LARGE[:2], *sizes)
     _, (_, _, parameters), _ = by_shard(lines)
     assert 'left out: parallelism.shard: got "parameters", but a pipeline would gather' in parameters
 
@@ -157,7 +158,8 @@ def test_sixteen_thousand_ranks_need_no_ranks():
 def test_ranks_that_divide_experts_hold_fewer_weights_and_as_many_masters():
     experts = "{num_experts = 64, top_k = 8, ffn_hidden_size = 512, dense_layers = 1}"
     job = ["llama3.2-1b", "model.num_layers=4", f"model.experts={experts}", "model.mlp_bias=false"]
-    whole, divided = (plan_memory(config_of(*job, f"parallelism.ep_size={size}"), 64, "gpu").held for size in (1, 8))
+    jobs = (config_of(*job, f"parallelism.expert.size={size}") for size in (1, 8))
+    whole, divided = (plan_memory(config, 64, "gpu").held for config in jobs)
     of_experts = 3 * 64 * 3 * 512 * 2048  # elements
     left = divided["half parameters"] - (whole["half parameters"] - 2 * of_experts * 7 // 8)
     assert abs(left) < 1e-3 * of_experts  # padding

@@ -27,7 +27,7 @@ NUM_EXPERTS, TOP_K = 8, 2
 EXPERTS = {"num_experts": NUM_EXPERTS, "top_k": TOP_K, "ffn_hidden_size": 192}
 CROWDED = (0.0, 0.5, 1.0)  # shares of the tokens that choose the first experts; the others choose all in turn
 AGAIN, BF16 = {"recompute": "full"}, {"dtype": "bf16"}
-GATHER = {"ep_size": 2, "ep_method": "gather"}
+GATHER = {"expert": {"size": 2, "method": "gather"}}
 CASES = {
     "exchange, positions divided": ("cp2ep2", BF16),
     "exchange, recompute": ("dp2ep2", AGAIN),
@@ -150,5 +150,6 @@ def test_rows_are_planned_that_do_not_divide_by_the_ranks():
 
 def test_more_ranks_for_the_experts_are_proposed_with_the_peak_that_they_lead_to():
     config = _config("dp4-parameters", **BF16, **AGAIN, seq_len=63, micro_batch_size=1)  # no other ways
-    plan, smaller = plan_memory(config, 4, "gpu"), plan_memory(config.with_keys(parallelism={"ep_size": 4}), 4, "gpu")
-    assert Advice("parallelism.ep_size = 4", smaller.peak) in advise(config, plan, smaller.peak)
+    divided = config.with_keys(parallelism={"expert": {"size": 4}})
+    plan, smaller = plan_memory(config, 4, "gpu"), plan_memory(divided, 4, "gpu")
+    assert Advice("parallelism.expert.size = 4", smaller.peak) in advise(config, plan, smaller.peak)

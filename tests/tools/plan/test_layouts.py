@@ -3,7 +3,6 @@ are those of a job that starts.
 """
 
 import json
-import math
 import random
 import re
 from collections import defaultdict
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megamix.cli import main
-from megamix.config import FirstLayers, check_world_size, load_config
+from megamix.config import FirstLayers, check_world_size, load_config, resized
 from megamix.config.checks import check_config
 from megamix.tools.plan.layout_picture import draw
 from megamix.tools.plan.layout_report import fastest, why_none
@@ -36,14 +35,14 @@ def search(config, limit=int(HARDWARE.memory_bytes) - RESERVED):
 NAMES = ["gpt2-124m", "llama3.2-1b", "qwen3-0.6b", "qwen3-30b-a3b", "gemma3-270m", "llama3.1-8b"]
 MODEL = {"num_layers": [4, 8, 12], "seq_len": [256, 1024, 4096], "compile": [True, False], "windows": [()]}
 PARALLELISM = {
-    "tp_size": [1, 1, 2, 4],
-    "pp_size": [1, 1, 2, 4],
-    "cp_size": [1, 1, 2],
-    "ep_size": [1, 2, 4],
+    "tp": [1, 1, 2, 4],
+    "pp": [1, 1, 2, 4],
+    "cp": [1, 1, 2],
+    "ep": [1, 2, 4],
     "shard": ["states", "gradients", "parameters"],
     "accumulate": ["local", "owner"],
     "sequence_parallel": [True, False],
-    "pp_schedule": ["1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble"],
+    "schedule": ["1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble"],
 }
 
 
@@ -58,10 +57,15 @@ def drawn(rng):
         some = FirstLayers(full=rng.randint(1, model["num_layers"]))
         model["recompute"] = rng.choice(["none", "selective", "full", some])
         if config.model.experts is None:
-            parallelism["ep_size"] = 1
+            parallelism["ep"] = 1
         training = {"micro_batch_size": size, "global_batch_size": size * dp * count, "batch_ramp": ()}
-        config = config.with_keys(model=model, parallelism=parallelism, training=training)
-        others = math.prod(parallelism[f"{axis}_size"] for axis in ("tp", "pp", "cp"))
+        sizes = {axis: parallelism.pop(axis) for axis in ("tp", "pp", "cp", "ep")}
+        keys = resized(config.parallelism, **sizes)
+        for table, key in (("tensor", "sequence_parallel"), ("pipeline", "schedule")):
+            value = parallelism.pop(key)
+            keys[table] = keys[table] and keys[table].model_copy(update={key: value})
+        config = config.with_keys(model=model, parallelism=parallelism | keys, training=training)
+        others = sizes["tp"] * sizes["pp"] * sizes["cp"]
         if not check_config(config) and not check_world_size(config, dp * others):
             return config, dp
 

@@ -43,8 +43,8 @@ def _config(*layers, **settings):
     return tiny_job(Path("none"), BASE, *layers, **settings)
 
 
-def _pipeline(pp_schedule, pp_size=2):
-    return {"pp_size": pp_size, "pp_schedule": pp_schedule}
+def _pipeline(schedule, size=2):
+    return {"pipeline": {"size": size, "schedule": schedule}}
 
 
 BF16, FP32, HALF_SUMS = {"dtype": "bf16"}, {"dtype": "fp32"}, {"reduce_dtype": "half_fp32_sum"}
@@ -53,7 +53,7 @@ GPT = {
     "vocab_size": 2048,
 }  # fmt: skip
 LARGE = {"tie_embeddings": False, "num_layers": 4, "vocab_size": 2048}
-HEADS = {"cp_size": 2, "cp_method": "heads"}
+HEADS = {"context": {"size": 2, "method": "heads"}}
 AGAIN = {"recompute": "full"}
 GRADIENTS, PARAMETERS = {"shard": "gradients"}, {"shard": "parameters"}
 MUON = {"optimizer": {"name": "muon"}, "hidden_size": 256}
@@ -111,7 +111,7 @@ MORE = {
 CASES = {
     name: case
     for name, case in (SOME | MORE if FULL else SOME).items()
-    if case[1].get("pp_schedule", "1f1b") in pipelines.SCHEDULES
+    if case[1].get("pipeline", {}).get("schedule", "1f1b") in pipelines.SCHEDULES
 }
 
 
@@ -225,7 +225,7 @@ def test_how_many_matrices_travel_is_said():
         config = _config(**WHOLE_MUON, bucket_size=bucket_size, global_batch_size=32)
         assert [*report_lines(config, dp_size, "cpu", None, as_json=False)][1] == said
     assert "none of 28 travels" in str(plan_memory(_config(**WHOLE_MUON, bucket_size=size), 2, "cpu").matrices)
-    divided = _config(**WHOLE_MUON, tp_size=2)  # no bucket_size puts blocks of one matrix into one shard
+    divided = _config(**WHOLE_MUON, tensor={"size": 2})  # no bucket_size puts blocks of one matrix into one shard
     assert "none would" not in str(plan_memory(divided, 1, "cpu").matrices)
 
 
@@ -265,7 +265,7 @@ def _evaluation_bytes(config):
         ("cp2pp2", {}),
         ("pp2", {}),
         ("pp2", _pipeline(pipelines.SCHEDULES[-1])),
-        ("tp2pp2", {"sequence_parallel": True}),
+        ("tp2pp2sp", {}),
     ][: None if FULL else 2],
 )
 def test_an_evaluation_in_parts_keeps_the_planned_buffers(run_ranks, layout_name, settings):
@@ -307,7 +307,7 @@ def test_buffers_that_a_forward_moves_are_planned_twice(monkeypatch):
     monkeypatch.setattr(Block, "__init__", counted)
     monkeypatch.setattr(Block, "forward", moving)
     for pp_size in (1, 2):
-        config = _config(hidden_size=80, pp_size=pp_size)
+        config = _config(hidden_size=80, pipeline={"size": pp_size})
         held = [plan_rank(config, 1, pp_rank, "cpu").held for pp_rank in range(pp_size)]
         assert sum(one["copies of buffers that move"] for one in held) == 3 * 400
 

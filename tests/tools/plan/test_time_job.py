@@ -46,10 +46,10 @@ def part(job_config, dp_size, name):
 
 def test_each_axis_costs_what_it_sends():
     assert part(CONFIG, 8, "tp") == part(CONFIG, 8, "cp") == part(CONFIG, 8, "bubble") == part(CONFIG, 1, "dp") == 0
-    assert part(config(tp_size=2), 4, "tp") > 0
-    assert part(config(cp_size=2), 4, "cp") > 0
+    assert part(config(tensor={"size": 2}), 4, "tp") > 0
+    assert part(config(context={"size": 2}), 4, "cp") > 0
     assert part(config(shard="parameters"), 8, "dp") > part(CONFIG, 8, "dp")
-    assert part(config("qwen3-30b-a3b", ep_size=8), 8, "ep") > 0
+    assert part(config("qwen3-30b-a3b", expert={"size": 8}), 8, "ep") > 0
 
 
 def test_fp8_makes_the_products_of_its_layers_faster():
@@ -62,7 +62,7 @@ def test_fp8_makes_the_products_of_its_layers_faster():
 
 def test_schedules_wait_less_in_their_order():
     waits = [
-        part(config(pp_size=4, pp_schedule=schedule), 2, "bubble")
+        part(config(pipeline={"size": 4, "schedule": schedule}), 2, "bubble")
         for schedule in ("1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble")
     ]
     assert waits == sorted(waits, reverse=True)

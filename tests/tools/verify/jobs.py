@@ -59,7 +59,9 @@ def make_config(
         "data": {"train": "none", "packing": packing},
         "optimizer": {"lr": 1e-2, "compile": False, **optimizer},
         "precision": {"dtype": dtype, "loss_scale": scale},
-        "parallelism": {"bucket_size": 4000, **({"pp_size": stages, "pp_schedule": schedule} if stages > 1 else {})},
+        "parallelism": {
+            "bucket_size": 4000, "pipeline": {"size": stages, "schedule": schedule} if stages > 1 else False,
+        },
         "training": {
             "steps": 10, "micro_batch_size": 2, "global_batch_size": 64,
             **({"average": {"decay": average}} if average else {}),
@@ -67,8 +69,10 @@ def make_config(
         "checkpoint": {"folder": "none"},
         "plugins": [FAMILY] if family == "per_head" else [],
     }  # fmt: skip
-    keys = {"parallelism": {"cp_method": cp_method}} | (keys or {})
-    return place.apply(config_from_dict(tree), accumulation).with_keys(**keys)
+    config = place.apply(config_from_dict(tree), accumulation)
+    if config.parallelism.context is not None:
+        config = config.with_keys(parallelism={"context": {"size": place.size("cp"), "method": cp_method}})
+    return config.with_keys(**(keys or {}))
 
 
 def observe_case(config):

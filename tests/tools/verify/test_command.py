@@ -80,7 +80,7 @@ def test_products_in_fp8_are_verified_behind_the_same_job_in_half(jobs, capsys):
 def test_wrong_layouts_are_named_before_any_rank_is_started(capsys):
     assert main(["verify", CONFIG, "--layouts", "dp2,xp4,dp0,tp4"]) == 2
     said = capsys.readouterr().err
-    assert "tp4: parallelism.tp_size: got 4, must divide model.num_heads 6" in said
+    assert "tp4: parallelism.tensor.size: got 4, must divide model.num_heads 6" in said
     assert "got xp4" in said
     assert "got dp0" in said
 

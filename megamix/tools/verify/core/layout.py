@@ -9,9 +9,10 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from megamix.axes import AXES
-from megamix.config import AXIS_KEYS, Config, ConfigError, check_world_size, reading_ranks
+from megamix.axes import AXES, OWN_AXES
+from megamix.config import Config, ConfigError, check_world_size, reading_ranks, resized
 from megamix.config.checks import check_config
 
 _SHARDS = ("states", "gradients", "parameters")
@@ -40,13 +41,12 @@ class Layout:
         `accumulation`: micro-batches a step for each data-parallel rank; 0: as many as `verify` takes.
         """
         accumulation = accumulation or ACCUMULATION * self.size("pp")  # every schedule can run 2 * pp micro-batches
-        settings: dict[str, object] = {"sequence_parallel": self.sequence_parallel}
-        settings |= {"shard": self.shard} if self.shard else {}
-        for axis in (*AXES, "ep"):
-            if axis in AXIS_KEYS:
-                settings[AXIS_KEYS[axis]] = self.size(axis)
-            elif (table := getattr(config.parallelism, axis, None)) is not None:
-                settings[axis] = table.model_copy(update={"size": self.size(axis)})
+        settings: dict[str, Any] = {"shard": self.shard} if self.shard else {}
+        # An axis of a plugin that the job does not have stays away.
+        axes = [axis for axis in AXES if axis in OWN_AXES or getattr(config.parallelism, axis) is not None]
+        settings |= resized(config.parallelism, **{axis: self.size(axis) for axis in (*axes, "ep")})
+        if tensor := settings["tensor"]:
+            settings["tensor"] = tensor.model_copy(update={"sequence_parallel": self.sequence_parallel})
         config = config.with_keys(parallelism=settings)
         batch = config.training.micro_batch_size * reading_ranks(config.parallelism, self.size("dp")) * accumulation
         config = config.with_keys(lr_schedule=_by_updates(config))

@@ -4,7 +4,7 @@ import torch
 
 from megamix.builders.objects import build_optimizer, build_precision
 from megamix.comm.topology import Topology
-from megamix.config import Config, axis_sizes, grad_accum_steps
+from megamix.config import Config, axis_sizes, grad_accum_steps, ranks_along
 from megamix.mixed_precision.average import WeightAverage
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.settings import Sharding
@@ -17,7 +17,7 @@ def build_training(config: Config, device: torch.device) -> MicroBatchRunner:
     it.
     """
     section, optimizer, pace = config.parallelism, config.optimizer, config.pace
-    topology = Topology.connect(ep_size=section.ep_size, **axis_sizes(section))
+    topology = Topology.connect(ep_size=ranks_along(section, "ep"), **axis_sizes(section))
     part = ModelPart(config.model, section, config.precision.fp8, topology, device)
     engine = ShardedEngine(
         part.module,

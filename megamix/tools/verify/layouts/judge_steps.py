@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megamix.builders.objects import DTYPES, build_optimizer, lr_table
-from megamix.config import Config, reading_ranks
+from megamix.config import Config, ranks_along, reading_ranks
 from megamix.mixed_precision.muon import Muon
 from megamix.mixed_precision.observer import DIRECTION, GRADIENT, SOURCE
 from megamix.mixed_precision.optimizers import Optimizer
@@ -151,7 +151,7 @@ class _Judged:
         self.choices = assemble_choices(ranks, by_rank)
         self.loads = loads(reference.native, self.choices)
         chosen = zip(chain(*by_rank), chain(*self.choices), strict=True)
-        tp_size = config.parallelism.tp_size
+        tp_size = ranks_along(config.parallelism, "tp")
         divided = {part.spec.name for one in ranks for part in one.owned if part.spec.shape != part.spec.full_shape}
         self.right = RightStep(
             replace(reference, choices={id(batch.tokens): of for batch, of in chosen}),
