@@ -22,11 +22,11 @@ from megamix.config.mesh_checks import (
     torch_problems,
 )
 from megamix.config.model_and_data import ModelConfig
-from megamix.config.optimizers import SettingSchedule
+from megamix.config.optimizers import SHARES, SettingSchedule
 from megamix.config.pace import sizes_by_key
 from megamix.config.toml_text import value_text
 from megamix.plugins import Section
-from megamix.settings.optimizers import AdamWSettings, MuonSettings, NAGSettings
+from megamix.settings.optimizers import OF_SOME_OPTIMIZERS, AdamWSettings, NAGSettings
 
 
 class _Unknown:
@@ -227,7 +227,7 @@ def _optimizer(config: Any) -> Found:
         yield "optimizer.muon.ns_steps", f"but ns_table has {turns} turns; write ns_steps = {turns}"
     known = type(own).model_fields
     for number, group in enumerate(optimizer.groups):
-        for key in ("betas", "eps", "momentum"):
+        for key in OF_SOME_OPTIMIZERS:
             if getattr(group, key) is not None and key not in known:
                 yield f"optimizer.groups[{number}].{key}", f"but the optimizer {name} has no {key}; leave it out"
 
@@ -235,12 +235,12 @@ def _optimizer(config: Any) -> Found:
 def _schedules(config: Any) -> Found:
     name, steps = config.optimizer.name, config.training.steps
     own, known = getattr(config.optimizer, name), {"weight_decay"}
-    known |= {"momentum"} if isinstance(own, NAGSettings | MuonSettings) else set()
-    known |= {"beta1", "beta2"} if isinstance(own, AdamWSettings) else set()
+    known |= vars(own).keys() if isinstance(own, AdamWSettings | NAGSettings) else set()
+    known |= {"beta1", "beta2"} if "betas" in known else set()
     for setting, schedule in config.optimizer.schedules:
         if schedule is None:
             continue
-        key, most = f"optimizer.schedules.{setting}", math.inf if setting == "weight_decay" else 1.0
+        key, most = f"optimizer.schedules.{setting}", 1.0 if setting in SHARES else math.inf
         if setting not in known:
             yield key, f"but the optimizer {name} has no {setting}; leave it out"
         for bound in ("start", "end"):

@@ -62,8 +62,8 @@ class SettingSchedule(Section):
 
 
 class OptimizerSchedules(Section):
-    """The settings of the optimizer that follow the updates. A group's own weight decay follows in proportion; its own
-    betas and momentum stay."""
+    """The settings of the optimizer that follow the updates. A group's own weight decay follows in proportion; its
+    other settings stay."""
 
     weight_decay: SettingSchedule | None = None
     """Schedule of optimizer.weight_decay. Not set: it stays."""
@@ -73,6 +73,9 @@ class OptimizerSchedules(Section):
     """Schedule of the first of the betas of adamw or muon. Not set: it stays."""
     beta2: SettingSchedule | None = None
     """Schedule of the second of the betas. Not set: it stays."""
+
+
+SHARES = ("momentum", "beta1", "beta2")  # those that are less than 1
 
 
 OPTIMIZERS.sections |= {"adamw": AdamWConfig, "nag": NAGConfig, "muon": MuonConfig}

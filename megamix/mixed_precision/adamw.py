@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import ClassVar
 
 import torch
@@ -18,7 +17,7 @@ from megamix.mixed_precision.update_slice import (
     UpdateGroup,
     UpdateScalars,
     UpdateSlice,
-    table_of,
+    largest,
 )
 from megamix.settings.limits import NotNegativeByUpdate
 from megamix.settings.optimizers import AdamWSettings
@@ -39,9 +38,8 @@ class AdamW(AdamWSettings, Optimizer):
         super(AdamW, self).__post_init__()
         # All groups have one equation, so any beta that needs chance decides for all. Worked out here: the compiler
         # would trace each number of a schedule.
-        each = zip(*self.own_and_groups("betas"), strict=True)
-        largest = [max(chain.from_iterable(map(table_of, betas))) for betas in each]
-        chances = tuple(self.state_dtype == torch.bfloat16 and needs_chance(beta) for beta in largest)
+        each = map(largest, zip(*self.own_and_groups("betas"), strict=True))
+        chances = tuple(self.state_dtype == torch.bfloat16 and needs_chance(beta) for beta in each)
         object.__setattr__(self, "chances", chances)
 
     def states(self, name: str, shape: tuple[int, ...]) -> Mapping[str, torch.dtype]:
@@ -83,7 +81,7 @@ class AdamW(AdamWSettings, Optimizer):
         (beta1,), (beta2,) = group.betas
         torch._fused_adamw_(
             [part.master], [part.grad], [part.states["exp_avg"]], [part.states["exp_avg_sq"]], [], [step.update],
-            lr=at.lr, beta1=beta1, beta2=beta2, weight_decay=group.weight_decay[0], eps=group.eps,
+            lr=at.lr, beta1=beta1, beta2=beta2, weight_decay=group.weight_decay[0], eps=dict(group.settings)["eps"][0],
             amsgrad=False, maximize=False, found_inf=step.found_inf.float(),
         )  # fmt: skip
         return True

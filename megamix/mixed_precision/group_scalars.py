@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megamix.mixed_precision.optimizers import Optimizer
 from megamix.mixed_precision.step import entry, put_table
-from megamix.mixed_precision.update_slice import GroupValues, StepScalars, Table, Tensors, UpdateGroup, UpdateScalars
+from megamix.mixed_precision.update_slice import StepScalars, Table, Tensors, UpdateGroup, UpdateScalars
 
 
 class GroupScalars:
@@ -24,9 +24,8 @@ class GroupScalars:
     def __init__(self, optimizer: Optimizer, groups: Sequence[UpdateGroup], device: torch.device):
         self._optimizer, self._groups = optimizer, groups
         self._lr_factors = [torch.tensor(group.lr_factor, device=device) for group in groups]
-        tables = {table for group in groups for table in (group.weight_decay, *group.betas, group.momentum)}
+        tables = {table for group in groups for table in group.tables}
         self._tables = {table: _OnDevice(table, device) for table in tables}
-        self._eps = {group.eps: torch.full((), group.eps, dtype=torch.float64, device=device) for group in groups}
         self._of: tuple[Tensor, Tensor] | None = None  # lr and number of the step for which they were made
         self._made = list[UpdateScalars]()
 
@@ -43,15 +42,10 @@ class GroupScalars:
         return self._made
 
     def _scalars(self, group: UpdateGroup, lr: Tensor, update: Tensor, known: dict[object, Tensors]) -> UpdateScalars:
-        key = group.betas, group.eps, group.momentum
+        key = group.betas, group.settings
         if key not in known:
-            betas = [self._tables[table] for table in group.betas]
-            values = GroupValues(
-                betas=tuple(beta.at(update) for beta in betas),
-                decayed=tuple(beta.product(update) for beta in betas),
-                eps=self._eps[group.eps],
-                momentum=self._tables[group.momentum].at(update),
-            )
+            tables = self._tables
+            values = group.values(lambda table: tables[table].at(update), lambda table: tables[table].product(update))
             known[key] = self._optimizer.coefficients(update, values)
         return UpdateScalars(lr, self._tables[group.weight_decay].at(update).float(), known[key])
 

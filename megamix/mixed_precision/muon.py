@@ -70,7 +70,7 @@ class Muon(MuonSettings, AdamW):
     other in them, such as queries, keys and values. Each of these matrices is orthogonalised by itself.
     """
 
-    group_settings: ClassVar[tuple[str, ...]] = ("betas", "eps", "momentum")
+    group_settings: ClassVar[tuple[str, ...]] = (*AdamW.group_settings, "momentum")
 
     ns_dtype: StateDtype = torch.bfloat16
     tables: Sequence[str] = TABLES

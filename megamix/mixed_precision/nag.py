@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import chain
 from typing import ClassVar
 
 import torch
@@ -18,7 +17,7 @@ from megamix.mixed_precision.update_slice import (
     UpdateGroup,
     UpdateScalars,
     UpdateSlice,
-    table_of,
+    largest,
 )
 from megamix.settings.optimizers import NAGSettings
 
@@ -42,12 +41,12 @@ class NAG(NAGSettings, Optimizer):
 
     def __post_init__(self) -> None:
         super(NAG, self).__post_init__()
-        largest = max(chain.from_iterable(map(table_of, self.own_and_groups("momentum"))))
-        if self.state_dtype == torch.bfloat16 and needs_chance(largest):
-            raise ValueError(f"momentum {largest} is lost in a BF16 state; take state_dtype=torch.float32")
+        momentum = largest(self.own_and_groups("momentum"))
+        if self.state_dtype == torch.bfloat16 and needs_chance(momentum):
+            raise ValueError(f"momentum {momentum} is lost in a BF16 state; take state_dtype=torch.float32")
 
     def states(self, name: str, shape: tuple[int, ...]) -> Mapping[str, torch.dtype]:
-        if not any(table_of(self.setting_of(name, "momentum"))):
+        if not largest([self.setting_of(name, "momentum")]):
             return {}
         return {"velocity" if self.momentum_form == "velocity" else "momentum_buffer": self.state_dtype}
 
@@ -74,7 +73,7 @@ class NAG(NAGSettings, Optimizer):
         own_equation = type(self).equation is not NAG.equation
         if self.decoupled_weight_decay or self.momentum_form == "velocity" or own_equation:
             return False
-        (momentum,) = group.momentum
+        (momentum,) = dict(group.settings)["momentum"]
         torch._fused_sgd_(
             [part.master], [part.grad], [*part.states.values()],
             weight_decay=group.weight_decay[0], momentum=momentum, lr=at.lr, dampening=0.0,

@@ -37,7 +37,7 @@ from megamix.mixed_precision.update_slice import (
 )
 from megamix.names import matches
 from megamix.settings.limits import NotNegativeByUpdate, check
-from megamix.settings.optimizers import GroupSettings
+from megamix.settings.optimizers import OF_SOME_OPTIMIZERS, GroupSettings
 
 log = logging.getLogger("megamix")
 
@@ -85,7 +85,8 @@ class Optimizer:
     weight_decay: NotNegativeByUpdate = 0.0
     groups: tuple[ParamGroup, ...] = ()
 
-    # Settings that a group may have for itself, beside weight decay: the equation reads them from its scalars.
+    # Settings beside weight decay that `coefficients` has in its `values`: each a number, or one for each update; betas
+    # are several of these. A group may have them for itself if ParamGroup has them.
     group_settings: ClassVar[tuple[str, ...]] = ()
 
     def __new__(cls, *params: object, **settings: object) -> Self:
@@ -103,7 +104,7 @@ class Optimizer:
                     f"groups takes ParamGroup, got {type(group).__name__} {group!r}; write "
                     "ParamGroup(pattern='*.bias', lr_factor=..., weight_decay=...): a group is chosen by its names"
                 )
-            for setting in ("betas", "eps", "momentum"):
+            for setting in OF_SOME_OPTIMIZERS:
                 if getattr(group, setting) is not None and setting not in self.group_settings:
                     raise ValueError(
                         f"{setting} of group {group.pattern!r} is {getattr(group, setting)}, but {type(self).__name__} "
@@ -180,9 +181,8 @@ class Optimizer:
             1.0 if group is None else group.lr_factor,
             table_of(decay if group is None or group.weight_decay is None else group.weight_decay),
             states,
-            betas=tuple(map(table_of, own.get("betas", ()))),
-            eps=own.get("eps", 0.0),
-            momentum=table_of(own.get("momentum", 0.0)),
+            betas=tuple(map(table_of, own.pop("betas", ()))),
+            settings=tuple((setting, table_of(numbers)) for setting, numbers in own.items()),
         )
 
     def for_model(self, model: nn.Module) -> Self:

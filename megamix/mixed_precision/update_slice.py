@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
@@ -30,6 +32,11 @@ def number_at(table: Table, update: int) -> float:
     return table[min(update, len(table)) - 1]
 
 
+def largest(numbers: Iterable[float | Sequence[float]]) -> float:
+    """Return the largest of several numbers, some of which may have one for each update."""
+    return max(chain.from_iterable(map(table_of, numbers)))
+
+
 class UpdateGroup(NamedTuple):
     """Holds the values that the parameters of one group share."""
 
@@ -37,13 +44,24 @@ class UpdateGroup(NamedTuple):
     weight_decay: Table
     states: tuple[tuple[str, torch.dtype], ...]
     betas: tuple[Table, ...] = ()  # of optimizers that have them
-    eps: float = 0.0
-    momentum: Table = (0.0,)
+    settings: tuple[tuple[str, Table], ...] = ()  # the others of `Optimizer.group_settings`, by name
+
+    @property
+    def tables(self) -> list[Table]:
+        """Return the numbers of all settings but the learning rate."""
+        return [self.weight_decay, *self.betas, *dict(self.settings).values()]
 
     @property
     def is_scheduled(self) -> bool:
         """Return whether anything but the learning rate follows a schedule."""
-        return max(map(len, (self.weight_decay, *self.betas, self.momentum))) > 1
+        return max(map(len, self.tables)) > 1
+
+    def values(self, at: Callable[[Table], Tensor], product: Callable[[Table], Tensor]) -> GroupValues:
+        """Return the settings at one update. `at`, `product`: give a table's number at this update, and the product of
+        its numbers of all updates until this one.
+        """
+        betas, decayed = (tuple(map(of, self.betas)) for of in (at, product))
+        return GroupValues(betas=betas, decayed=decayed, **{name: at(table) for name, table in self.settings})
 
     def new_states(self, numel: int, device: torch.device) -> States:
         return {name: torch.zeros(numel, dtype=dtype, device=device) for name, dtype in self.states}
@@ -54,15 +72,11 @@ class UpdateGroup(NamedTuple):
         return sum(dtype.itemsize for _, dtype in self.states)
 
 
-class GroupValues(NamedTuple):
-    """Holds a group's settings at one update: FP64 () on the device. Those that an optimizer lacks are left out, or
-    0.
-    """
+class GroupValues(SimpleNamespace):
+    """Holds a group's settings at one update, FP64 () on the device: those of `Optimizer.group_settings`, by name."""
 
     betas: Tensors
     decayed: Tensors  # the product of each beta over all updates until this one: beta**update where it is constant
-    eps: Tensor
-    momentum: Tensor
 
 
 class UpdateScalars(NamedTuple):

@@ -1,6 +1,6 @@
 """Settings of the optimizers, except the formats, which a job names and of which a program gives torch's dtype."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Annotated, Literal
 
 from megamix.settings.limits import Finite, Limits, NotNegative, NotNegativeByUpdate, Share, ShareByUpdate
@@ -25,6 +25,10 @@ class GroupSettings:
     """The group's eps, for optimizers that have it. Not set: the optimizer's."""
     momentum: ShareByUpdate | None = None
     """Momentum of the group, for optimizers that have it. Not set: the optimizer's."""
+
+
+# Settings of a group that only some optimizers have.
+OF_SOME_OPTIMIZERS = sorted({one.name for one in fields(GroupSettings)} - {"pattern", "lr_factor", "weight_decay"})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,15 +1,19 @@
 """Betas and eps of AdamW by group, and momentum by group, classical or Nesterov's, are those of torch's fused
-optimizers bit for bit, on 1, 2 and 4 ranks, with skipped steps and across a resume.
+optimizers bit for bit, on 1, 2 and 4 ranks, with skipped steps and across a resume. An own optimizer's settings follow
+the updates, too.
 """
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
 import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
-from megamix import NAG, AdamW, ParamGroup, Sharding, tuned
+from megamix import NAG, AdamW, Optimizer, ParamGroup, Sharding, tuned
 from megamix.comm.topology import Topology
 from megamix.mixed_precision import fused_update
 from tests.builders import FP32, make_engine
@@ -160,3 +164,30 @@ def test_one_graph_serves_all_groups_and_their_schedules(monkeypatch):
     before = counters["stats"]["unique_graphs"]
     _assert_equal(_trained(SCHEDULED["adamw"], None, compiled=True), _by_schedule("adamw"))
     assert counters["stats"]["unique_graphs"] - before == 3  # the update of each of two engines, and the statistics
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scaled(Optimizer):
+    """Plain descent with a factor of the step that no optimizer of ours has."""
+
+    kappa: float | Sequence[float] = 1.0
+    group_settings: ClassVar[tuple[str, ...]] = ("kappa",)
+
+    def states(self, name, shape):
+        return {}
+
+    def coefficients(self, update, values):
+        return (values.kappa.float(),)
+
+    def equation(self, grad, master, states, at):
+        return master - at.lr * at.coefficients[0] * grad, {}
+
+
+@pytest.mark.parametrize("kappa", [0.5, [0.5, 0.25, 2.0]])
+def test_a_setting_of_an_own_optimizer_follows_the_updates(kappa):
+    weights = {name: param.detach() for name, param in Fed().named_parameters()}
+    for update, step in enumerate(step for step in range(STEPS) if step not in SKIPPED):
+        at = kappa[min(update, 2)] if isinstance(kappa, list) else kappa
+        for name, grad in _grads(step).items():
+            weights[name] = weights[name] - torch.tensor(LR) * torch.tensor(at) * grad
+    _assert_equal(_trained(Scaled(lr=LR, kappa=kappa), None), weights)

@@ -21,7 +21,7 @@ from megamix.config import Config, ranks_along, reading_ranks
 from megamix.mixed_precision.muon import Muon
 from megamix.mixed_precision.observer import DIRECTION, GRADIENT, SOURCE
 from megamix.mixed_precision.optimizers import Optimizer
-from megamix.mixed_precision.update_slice import AVERAGE, MASTER, GroupValues, UpdateGroup, UpdateScalars, number_at
+from megamix.mixed_precision.update_slice import AVERAGE, MASTER, Table, UpdateGroup, UpdateScalars, number_at
 from megamix.tools.verify.core.bisect import RankTape, culprit
 from megamix.tools.verify.core.hypotheses import RightStep, factor_of, lost
 from megamix.tools.verify.core.norm_kinds import explain_norm
@@ -323,17 +323,16 @@ def exact_update(
 ) -> Tensors:
     """Return master and states after the optimizer's equation in FP64, by the names in `before`.
 
-    `group`: has the betas, eps and momentum, which are taken as they are at `at_update`.
+    `group`: its settings are taken as they are at `at_update`.
     Shapes: grad FP64 and each of `before` like the parameter.
     """
     update: int = at["update"]
-    values = GroupValues(
-        betas=tuple(_wide(number_at(beta, at_update)) for beta in group.betas),
+
+    def product(table: Table) -> Tensor:
         # the last number holds for all updates past the table
-        decayed=tuple(_wide(math.prod(beta[:update]) * beta[-1] ** max(0, update - len(beta))) for beta in group.betas),
-        eps=_wide(group.eps),
-        momentum=_wide(number_at(group.momentum, at_update)),
-    )
+        return _wide(math.prod(table[:update]) * table[-1] ** max(0, update - len(table)))
+
+    values = group.values(lambda table: _wide(number_at(table, at_update)), product)
     coefficients = tuple(one.double() for one in optimizer.coefficients(_wide(update), values))
     scalars = UpdateScalars(_wide(at["lr"]), _wide(at["weight_decay"]), coefficients)
     states = {state: tensor.double() for state, tensor in before.items()}
