@@ -11,7 +11,7 @@ from megamix.config.old_keys import saved_tree
 from megamix.config.pace import Pace
 from megamix.config.sections import Tables
 from megamix.config.toml_text import tables_to_toml
-from megamix.config.unread import drop_unread, with_defaults
+from megamix.config.unread import default, drop_unread, with_defaults
 from megamix.plugins import Section, import_plugins
 
 
@@ -78,14 +78,15 @@ def values_of(text: str) -> dict[str, Any]:
     """Return what an effective configuration says, by `section.key`. A key that is not there is not set: one that is
     not read has its default.
     """
-    return dict(_flat("", effective_tables(text)))
+    tree = effective_tables(text)
+    return dict(_flat(tree, "", tree))
 
 
-def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    # a table in [model], and that of the validation sets, is compared as a whole
-    if isinstance(value, dict) and not name.startswith(("model.", "data.valid")):
+def _flat(tree: Tree, name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    # an optional table is compared as a whole, and so is a table in [model]
+    if not name or (default(name, tree) == {} and not name.startswith("model.")):
         for key, inner in value.items():
-            yield from _flat(f"{name}.{key}".lstrip("."), inner)
+            yield from _flat(tree, f"{name}.{key}".lstrip("."), inner)
     else:
         yield name, value
 

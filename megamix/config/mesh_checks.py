@@ -49,7 +49,7 @@ def axis_key(axis: str) -> str:
 
 
 def _one(axis: str) -> str:
-    return "replicas = 1" if axis == "replicas" else f"{axis_table(axis)} = false"
+    return "replicas = 1" if axis == "replicas" else f"parallelism.{axis_table(axis)} = false"
 
 
 def ranks_along(section: ParallelismConfig, axis: str) -> int:
@@ -128,7 +128,7 @@ def _owners_divide_experts(config: Tables, sizes: Mapping[str, int]) -> Found:
 
 def _size(size: int, table: str) -> str:
     """Return what to write for a size that divides; of a single rank there is no table."""
-    return f"write size = {size}" if size > 1 else f"write {table} = false"
+    return f"write size = {size}" if size > 1 else f"write parallelism.{table} = false"
 
 
 def _modules(config: Any) -> Found:
@@ -147,7 +147,7 @@ def _tensor_parallel(config: Any) -> Found:
     if getattr(model, "qk_norm", False) and model.qk_norm_over == "all":
         yield (
             "parallelism.tensor.size",
-            'but model.qk_norm_over = "all" needs all heads on one rank; write tensor = false',
+            'but model.qk_norm_over = "all" needs all heads on one rank; write parallelism.tensor = false',
         )
     ffn_hidden_size = model.ffn_hidden_size or default_ffn_hidden_size(model.activation, model.hidden_size)
     sizes = {"num_heads": model.num_heads, "ffn_hidden_size": ffn_hidden_size, "vocab_size": model.vocab_size}
@@ -165,7 +165,7 @@ def _expert_parallel(config: Any) -> Found:
     ep_size, key = ranks_along(section, "ep"), "parallelism.expert.size"
     if experts is None:
         if ep_size > 1:
-            yield key, "but the model has no experts; write expert = false, or a table [model.experts]"
+            yield key, "but the model has no experts; write parallelism.expert = false, or a table [model.experts]"
         return
     if experts.num_experts % ep_size:
         fix = largest_divisor(experts.num_experts, ep_size)
@@ -195,7 +195,7 @@ def _context_parallel(config: Any) -> Found:
     by_heads = section.context.method == "heads"
     if section.context.method == "gather" and getattr(config.model, "attention_softcap", None) is not None:
         needs = "but model.attention_softcap needs all keys of a head on one rank"
-        yield key, f'{needs}; write method = "heads", or context = false'
+        yield key, f'{needs}; write method = "heads", or parallelism.context = false'
     chunks = 1 if by_heads else DEALT_CHUNKS if config.data.packing == "documents" else 2
     divisor = chunks * cp_size
     if tp_size > 1 and section.tensor.sequence_parallel:
@@ -252,19 +252,20 @@ def _pipeline(config: Any) -> Found:
     pp_size, schedule = section.pipeline.size, section.pipeline.schedule
     if section.shard == "parameters":
         twice = "but a pipeline would gather each stage twice for every micro-batch"
-        yield "parallelism.shard", f'{twice}; write shard = "gradients", or pipeline = false'
+        yield "parallelism.shard", f'{twice}; write shard = "gradients", or parallelism.pipeline = false'
     if section.accumulate == "owner":
         several = "but a pipeline's stages have several micro-batches under way at a time"
-        yield "parallelism.accumulate", f'{several}; write accumulate = "local", or pipeline = false'
+        yield "parallelism.accumulate", f'{several}; write accumulate = "local", or parallelism.pipeline = false'
     for name, size in axis_sizes(section).items():
         if size > 1 and name not in OWN_AXES:
             shapes = "but a pipeline does not know the shapes that a plugin's axis leaves"
-            yield key, f"{shapes}; write pipeline = false, or {name} = false"
+            yield key, f"{shapes}; write parallelism.pipeline = false, or parallelism.{name} = false"
     stages = pp_size * stages_per_rank(section.pipeline)
     if stages > num_layers:
         yield (
             key,
-            f"these are {stages} stages, but model.num_layers is {num_layers}; write pipeline = false, or more layers",
+            f"these are {stages} stages, but model.num_layers is {num_layers}; write parallelism.pipeline = false, or more "
+            "layers",
         )
     fewest, most, usual = _STAGES[schedule]
     if section.pipeline.stages_per_rank and not fewest <= section.pipeline.stages_per_rank <= (most or math.inf):

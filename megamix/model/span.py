@@ -94,7 +94,7 @@ class Chunks:
         elif not like.is_cpu:
             raise ValueError(
                 f"parallelism.context: on a {like.device.type} device needs FP16 or BF16 and heads of a multiple of 8 "
-                f"elements up to 256, got {like.dtype}; choose those, or context = false"
+                f"elements up to 256, got {like.dtype}; choose those, or parallelism.context = false"
             )
         else:
             self.pieces = [*self._find_pieces(positions)]

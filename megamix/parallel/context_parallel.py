@@ -34,7 +34,7 @@ def divide_positions(model: Decoder, cp: Collectives, *, by_heads: bool = False)
         raise ValueError(
             f"parallelism.context.size: got {cp.axis.size}, but the family {model.name!r} does not attend by "
             "ops.attention alone (its head_dim() is 0): nothing would hand it the other ranks' positions; write "
-            "context = false"
+            "parallelism.context = false"
         )
     model.span = span = Span(cp.axis.size, cp.axis.rank, by_heads=by_heads)
     way = _ExchangedHeads if by_heads else _GatheredAttention

@@ -136,11 +136,11 @@ def test_an_ep_size_that_does_not_fit_the_model_is_refused():
     section = {"expert": {"size": 3}, "tensor": {"size": 2}}
     assert problems_of(changed(model={"experts": EXPERTS}, parallelism=section)) == (
         "parallelism.expert.size: got 3, must divide model.experts.num_experts 8; write size = 2",
-        "parallelism.tensor.size: got 2, but ranks along tp do not divide experts; write tensor = false, and "
-        "[parallelism.expert] for memory",
+        "parallelism.tensor.size: got 2, but ranks along tp do not divide experts; "
+        "write parallelism.tensor = false, and [parallelism.expert] for memory",
     )
     (told,) = problems_of(changed(parallelism={"expert": {"size": 2}}))
-    assert told.startswith("parallelism.expert.size: got 2, but the model has no experts; write expert = false")
+    assert told.startswith("parallelism.expert.size: got 2, but the model has no experts; write parallelism.expert = f")
 
 
 def _without_an_interface():

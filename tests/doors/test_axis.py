@@ -128,7 +128,9 @@ def test_a_job_with_the_axis_saves_resumes_elsewhere_and_is_planned(rows_on_rank
 def test_mistakes_with_axes_are_named(rows, tmp_path):
     with pytest.raises(ConfigError, match=r"parallelism\.rows\.size: got 0, must be greater than 0"):
         _job(tmp_path, rows={"size": 0})
-    with pytest.raises(ConfigError, match=r"pipeline\.size: got 2, .* a plugin.s axis leaves; write pipeline = false"):
+    with pytest.raises(
+        ConfigError, match=r"pipeline\.size: got 2, .* a plugin.s axis leaves; write parallelism.pipeline = f"
+    ):
         _job(tmp_path, **WITH_ROWS, pipeline={"size": 2})
     job, rows_config = _job(tmp_path, **WITH_ROWS), sys.modules[ROWS].RowsConfig
     (problem,) = check_world_size(job, 3)

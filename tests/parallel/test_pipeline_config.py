@@ -20,8 +20,8 @@ WRONG = [
     ({"schedule": "interleaved_1f1b", "stages_per_rank": 1}, {}, {}, "takes 2 or more; write stages_per_rank = 2"),
     ({"schedule": "interleaved_1f1b"}, {}, {"num_layers": 3}, "these are 4 stages, but model.num_layers is 3"),
     ({"schedule": "interleaved_zero_bubble"}, {}, {"compile": True}, 'write schedule = "interleaved_1f1b", or compile'),
-    ({}, {"shard": "parameters"}, {}, 'write shard = "gradients", or pipeline = false'),
-    ({}, {"accumulate": "owner"}, {}, 'write accumulate = "local", or pipeline = false'),
+    ({}, {"shard": "parameters"}, {}, 'write shard = "gradients", or parallelism.pipeline = false'),
+    ({}, {"accumulate": "owner"}, {}, 'write accumulate = "local", or parallelism.pipeline = false'),
 ]
 
 
