@@ -262,11 +262,8 @@ def _pipeline(config: Any) -> Found:
             yield key, f"{shapes}; write parallelism.pipeline = false, or parallelism.{name} = false"
     stages = pp_size * stages_per_rank(section.pipeline)
     if stages > num_layers:
-        yield (
-            key,
-            f"these are {stages} stages, but model.num_layers is {num_layers}; write parallelism.pipeline = false, or more "
-            "layers",
-        )
+        fix = "write parallelism.pipeline = false, or more layers"
+        yield key, f"these are {stages} stages, but model.num_layers is {num_layers}; {fix}"
     fewest, most, usual = _STAGES[schedule]
     if section.pipeline.stages_per_rank and not fewest <= section.pipeline.stages_per_rank <= (most or math.inf):
         takes = f'but schedule = "{schedule}" takes {fewest}{"" if most else " or more"}'
