@@ -135,10 +135,10 @@ def _sound(read: Tree, bad: Sequence[tuple[int | str, ...]]) -> Config | None:
 
 def _upgraded(layers: Sequence[Layer]) -> list[str]:
     """Put the present keys for old ones. Return a line for each, unless a run has written it."""
-    problems = list[str]()
+    problems, whole = list[str](), _merged(layers)
     for layer in layers:
         rewrites = f"; megamix config --upgrade {layer.name} does so" if os.path.isfile(layer.name) else ""
-        for key, value, now in upgrade(layer.tree):
+        for key, value, now in upgrade(layer.tree, whole):
             line = f"{key}: got {short(value)}, a key of an earlier version; {now}{rewrites}"
             problems += [] if layer.is_saved else [line]
     return problems

@@ -144,10 +144,10 @@ def _tensor_parallel(config: Any) -> Found:
     model, tp_size = config.model, ranks_along(config.parallelism, "tp")
     if not tp_size > 1:
         return
-    if getattr(model, "qk_norm", False) and model.qk_norm_over == "all":
+    if getattr(model, "qk_norm", "none") == "all":
         yield (
             "parallelism.tensor.size",
-            'but model.qk_norm_over = "all" needs all heads on one rank; write parallelism.tensor = false',
+            'but model.qk_norm = "all" needs all heads on one rank; write parallelism.tensor = false',
         )
     ffn_hidden_size = model.ffn_hidden_size or default_ffn_hidden_size(model.activation, model.hidden_size)
     sizes = {"num_heads": model.num_heads, "ffn_hidden_size": ffn_hidden_size, "vocab_size": model.vocab_size}

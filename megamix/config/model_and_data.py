@@ -214,10 +214,9 @@ class ModelConfig(DecoderConfig):
     """Whether the projections to query, key and value have a bias. Not set: as bias."""
     mlp_bias: bool | None = None
     """Whether the feed-forward part's linear layers have a bias. Not set: as bias."""
-    qk_norm: bool = False
-    """Whether queries and keys pass an RMSNorm before rotation."""
-    qk_norm_over: Literal["head", "all"] = "head"
-    """The span of that RMSNorm: each head, or all heads together."""
+    qk_norm: Literal["none", "head", "all"] = "none"
+    """Span of an RMSNorm that queries and keys pass before rotation: each head, or all heads together. none: there is
+    no such norm."""
     norm_place: Literal["before", "after", "both"] = "before"
     """Norms of attention and feed-forward part: of their inputs, of their outputs, or of both."""
     unrotated_layers: Annotated[tuple[NonNegativeInt, ...], Field(strict=False, examples=[[3, 7]])] = ()

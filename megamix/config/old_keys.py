@@ -3,26 +3,37 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 from megamix.config.choices import Tree, section_at, without_off
+from megamix.config.model_and_data import ModelConfig
 from megamix.config.sections import Tables
 from megamix.config.toml_text import value_text
 
 _ROWS: dict[str, dict[str, Any]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 
 
-def upgrade(tree: MutableMapping[str, Any]) -> list[tuple[str, Any, str]]:
-    """Replace old keys in a tree by the present ones. Return each with its value, and in words what to write now."""
+def upgrade(tree: MutableMapping[str, Any], whole: Mapping[str, Any] | None = None) -> list[tuple[str, Any, str]]:
+    """Replace old keys in a tree by the present ones. Return each with its value, and in words what to write now.
+
+    `whole`: the configuration that the tree is a layer of, which decides the model's family; not set: the tree.
+    """
+    model = section_at(Tables, ["model"], dict(tree if whole is None else whole))
+    is_ours = model is not None and issubclass(model, ModelConfig)  # another family may have such keys of its own
     told = list[tuple[str, Any, str]]()
     for old, row in _ROWS.items():
         *path, name = old.split(".")
         table = _table(tree, path)
-        if table is None or name not in table or (now := _now(old, row, table[name], tree)) is None:
+        if table is None or name not in table or (path[0] == "model" and not is_ours):
             continue
-        value = table.pop(name)
+        value, now = table[name], _now(old, row, table[name], tree)
+        if now is None:
+            continue
+        if old not in now:  # one that stays keeps its place in the text, too
+            del table[name]
         for key, item in now.items():
             _put(tree, key.split("."), item)
         settings = " and ".join(f"{key} = {value_text(item)}" for key, item in now.items())
@@ -33,8 +44,7 @@ def upgrade(tree: MutableMapping[str, Any]) -> list[tuple[str, Any, str]]:
 def _now(old: str, row: dict[str, Any], value: Any, tree: MutableMapping[str, Any]) -> Tree | None:
     """Return the settings that a key with such a value stands for; None: it is one of the present keys."""
     if "became" in row:
-        stands_for: Tree | None = row["became"].get(value_text(value))
-        return stands_for
+        return deepcopy(row["became"].get(value_text(value)))
     new = row["new"]
     if value == row.get("none", ...):
         return {new.rpartition(".")[0]: False}

@@ -62,10 +62,10 @@ class Attention(CausalAttention):
         project = partial(Linear, config.hidden_size, bias=sizes.qkv_bias(config), ops=ops, divides="columns")
         std, end_std = config.init_std, sizes.branch_end_std(config)
         self.query, self.key, self.value = (project(size, std=std) for size in (query_size, kv_size, kv_size))
-        self.norm_over_all = config.qk_norm_over == "all"
+        self.norm_over_all = config.qk_norm == "all"
         norm = partial(_norm, config, ops, within_heads=not self.norm_over_all)
         spans = (query_size, kv_size) if self.norm_over_all else (head_dim, head_dim)
-        self.query_norm, self.key_norm = (norm(span) if config.qk_norm else None for span in spans)
+        self.query_norm, self.key_norm = (norm(span) if config.qk_norm != "none" else None for span in spans)
         self.gate = project(query_size, bias=False, std=std) if config.attention_gate else None
         self.out = Linear(query_size, config.hidden_size, config.bias, ops, std=end_std, divides="rows")
 

@@ -485,8 +485,8 @@ def _first_set(*values: Any) -> Any:
 _BIAS = {"bias": "attention_bias"}
 _BIASES = _BIAS | {"mlp_bias": "mlp_bias"}
 _CAPS = {"attention_softcap": "attn_logit_softcapping", "logit_softcap": "final_logit_softcapping"}
-_QK_BLOCK = {"qk_norm": True, "mlp_bias": False}
-_OLMO_BLOCK = _QK_BLOCK | {"norm_place": "after", "qk_norm_over": "all"}
+_QK_BLOCK = {"qk_norm": "head", "mlp_bias": False}
+_OLMO_BLOCK = _QK_BLOCK | {"norm_place": "after", "qk_norm": "all"}
 _GEMMA_BLOCK = {"norm": "rmsnorm_1p", "activation": "geglu", "norm_place": "both", "mlp_bias": False}
 _MISTRAL = {"max_position_embeddings": 131072, "num_key_value_heads": 8}
 _QWEN = {"max_position_embeddings": 32768, "max_window_layers": 28}
@@ -523,7 +523,7 @@ FORMATS: tuple[Format, ...] = (
     ),
     RotaryFormat(
         "olmoe", "OlmoeForCausalLM", places=_places(_MIXTURE),
-        block=_QK_BLOCK | {"qk_norm_over": "all"}, named=_BIAS,
+        block=_QK_BLOCK | {"qk_norm": "all"}, named=_BIAS,
         parts=(_Experts(normalize="norm_topk_prob"),),
         defaults={
             "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "num_local_experts": 64, "num_experts_per_tok": 8,
@@ -570,7 +570,7 @@ FORMATS: tuple[Format, ...] = (
         },
     ),
     RotaryFormat(
-        "gemma3_text", "Gemma3ForCausalLM", places=_places(_GEMMA), block=_GEMMA_BLOCK | {"qk_norm": True},
+        "gemma3_text", "Gemma3ForCausalLM", places=_places(_GEMMA), block=_GEMMA_BLOCK | {"qk_norm": "head"},
         named=_BIAS | {"logit_softcap": "final_logit_softcapping"},
         parts=(_GemmaFactors(), _GEMMA3_WINDOWS, _TwoRopes()),
         defaults={

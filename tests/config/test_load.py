@@ -207,7 +207,7 @@ def test_table_does_not_hide_a_mistake_below_it(tmp_path):
 # By a cosine, without validation and profile.
 UNREAD = {
     *("training.eval_batches", "profiling.start_step", "metrics.sample_prompt"),
-    *("model.qk_norm_over", "model.window_rope_theta", "lr_schedule.warmup_tokens", "lr_schedule.decay_tokens"),
+    *("model.window_rope_theta", "lr_schedule.warmup_tokens", "lr_schedule.decay_tokens"),
 }
 
 

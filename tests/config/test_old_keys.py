@@ -7,8 +7,9 @@ import tomllib
 import pytest
 
 from megamix.cli import main
-from megamix.config import ConfigError, config_from_dict, load_config, saved_tree
+from megamix.config import ConfigError, DecoderConfig, config_from_dict, load_config, saved_tree
 from megamix.config.old_keys import upgraded_text
+from megamix.plugins import FAMILIES
 from tests.config.test_errors import GOOD
 from tests.config.test_load import MINIMAL, write
 
@@ -27,23 +28,31 @@ OLD = {
         },
     ),
     "a value that is the default": ("[optimizer.nag]\ndampening = 0.0\n", {"optimizer": {"nag": {}}}),
+    "a value that has a name now": ("[model]\nqk_norm = true\n", {"model": {"qk_norm": "head"}}),
+    "two keys that are one": ('[model]\nqk_norm = true\nqk_norm_over = "all"\n', {"model": {"qk_norm": "all"}}),
+    "a value that means none still": ("[model]\nqk_norm = false\n", {"model": {"qk_norm": "none"}}),
 }
+
+
+def with_keys(text):
+    """Return a configuration that has some more."""
+    return MINIMAL.replace("[model]\n", text) if text.startswith("[model]\n") else MINIMAL + text
 
 
 @pytest.mark.parametrize(("text", "now"), OLD.values(), ids=OLD)
 def test_old_keys_are_read_in_what_a_run_has_written_and_refused_and_rewritten_in_a_file(tmp_path, capsys, text, now):
     write(tmp_path, "run/metrics.jsonl", "")
     want = config_from_dict(tomllib.loads(MINIMAL), now)
-    assert load_config(write(tmp_path, "run/config.toml", MINIMAL + text)) == want
-    assert config_from_dict(saved_tree(MINIMAL + text)) == want
+    assert load_config(write(tmp_path, "run/config.toml", with_keys(text))) == want
+    assert config_from_dict(saved_tree(with_keys(text))) == want
 
-    job = write(tmp_path, "job.toml", MINIMAL + text)
+    job = write(tmp_path, "job.toml", with_keys(text))
     with pytest.raises(ConfigError) as refused:
         load_config(job)
-    assert len(refused.value.problems) == len(upgraded_text(MINIMAL + text)[1])
+    assert len(refused.value.problems) == len(upgraded_text(with_keys(text))[1])
     assert all(f"megamix config --upgrade {job} does so" in line for line in refused.value.problems)
     assert main(["config", "--upgrade", str(job)]) == 0
-    assert capsys.readouterr().out.splitlines() == upgraded_text(MINIMAL + text)[1]
+    assert capsys.readouterr().out.splitlines() == upgraded_text(with_keys(text))[1]
     assert load_config(job) == want
     assert main(["config", "--upgrade", str(job)]) == 0
     assert capsys.readouterr().out == f"{job}: has no key of an earlier version\n"
@@ -68,3 +77,19 @@ def test_the_callers_trees_stay_as_they_are():
     with pytest.raises(ConfigError):
         config_from_dict(tree)
     assert tree["precision"] == {"fp8": {"recipe": "none"}}
+
+
+def test_keys_of_another_family_are_its_own(monkeypatch):
+    """Also where the layer that sets them does not name the family."""
+
+    class Own(DecoderConfig):
+        family: str = "own"
+        qk_norm: bool = False
+        qk_norm_over: int = 1
+
+    monkeypatch.setitem(FAMILIES.sections, "own", Own)
+    own = {key: value for key, value in GOOD["model"].items() if key in DecoderConfig.model_fields}
+    tree = GOOD | {"model": own | {"family": "own"}}
+    config = config_from_dict(tree, {"model": {"qk_norm": True, "qk_norm_over": 3}})
+    assert (config.model.qk_norm, config.model.qk_norm_over) == (True, 3)
+    assert config_from_dict(saved_tree(config.text)) == config

@@ -41,7 +41,6 @@ CASES = {
     "model.rope_scaling.beta_fast": (16.0, ROPE),
     "model.rope_scaling.beta_slow": (2.0, ROPE),
     "model.rope_scaling.attention_factor": (1.5, ROPE),
-    "model.qk_norm_over": ("all", {}),
     "model.experts.top_groups": (2, {"model": {"experts": EXPERTS}}),
     "model.rotary_dim": (2, LEARNED),
     "model.window_rope_theta": (100.0, {}),

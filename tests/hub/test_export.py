@@ -52,7 +52,7 @@ MIXTURE = ExpertsConfig(num_experts=4, top_k=2, ffn_hidden_size=16, score="sigmo
     [
         (GPT2.model_copy(update={"position": "rotary"}), "model.position is rotary, gpt2 has learned"),
         (LLAMA.model_copy(update={"activation": "gelu"}), "model.activation is gelu, llama has swiglu"),
-        (LLAMA.model_copy(update={"qk_norm": True, "qkv_bias": True}), "model.qk_norm is True, qwen2 has False"),
+        (LLAMA.model_copy(update={"qk_norm": "head", "qkv_bias": True}), "model.qk_norm is head, qwen2 has none"),
         (LLAMA.model_copy(update={"experts": MIXTURE}), "the nearest: model.experts.score is sigmoid, mixtral has"),
     ],
 )
@@ -151,7 +151,7 @@ def test_a_damaged_checkpoint_and_shards_without_a_size_are_not_exported(tmp_pat
     assert not (tmp_path / "out").exists()
 
 
-OLMO = {"norm_place": "after", "qk_norm": True, "qk_norm_over": "all"}
+OLMO = {"norm_place": "after", "qk_norm": "all"}
 YARN = {"rule": "yarn", "factor": 4.0, "original_seq_len": 8}
 
 

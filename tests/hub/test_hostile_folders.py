@@ -20,7 +20,7 @@ from tests.checkpoint.faults import listing
 from tests.checkpoint.seal import edit
 from tests.hub.folders import GPT2, LLAMA, write_hugging_face
 
-QWEN3 = LLAMA.model_copy(update={"qk_norm": True})
+QWEN3 = LLAMA.model_copy(update={"qk_norm": "head"})
 MODELS = {"gpt2": (GPT2, GPT2_SIZES), "llama": (LLAMA, ROTARY_SIZES), "qwen3": (QWEN3, ROTARY_SIZES)}
 NOT_SIZES = True, "12", 1.5, 0
 

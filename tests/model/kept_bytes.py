@@ -22,7 +22,7 @@ def kept_bytes_per_token(config):
     numbers += gates * sizes.ffn_hidden_size(config)
     if config.recompute == "none":
         numbers += 2 * hidden + sizes.ffn_hidden_size(config)  # outputs of norms and activation function
-    if config.qk_norm:
+    if config.qk_norm != "none":
         numbers += query + key if config.recompute == "none" else 0  # as projected, and as normed and rotated
     masks = 2 * hidden if config.dropout else 0
     return 2 * numbers + 4 * _statistics(config) + masks
@@ -41,5 +41,5 @@ def _latents(config):
 def _statistics(config):
     """FP32 numbers: of attention's softmax one a head, of RMSNorm one a row, of LayerNorm two."""
     of_norms = 2 * (2 if config.norm == "layernorm" else 1)
-    of_heads = config.num_heads + sizes.num_kv_heads(config) if config.qk_norm else 0
+    of_heads = config.num_heads + sizes.num_kv_heads(config) if config.qk_norm != "none" else 0
     return config.num_heads + of_norms + of_heads + len(_latents(config))

@@ -77,7 +77,7 @@ def test_attention_and_its_gradients_are_those_of_the_mask(monkeypatch, packing,
 def _model(recompute="none", dtype=torch.bfloat16):
     torch.manual_seed(0)
     sizes = {"vocab_size": VOCAB, "seq_len": T, "hidden_size": 24, "num_layers": 2, "num_heads": 4, "num_kv_heads": 1}
-    return Transformer(ModelConfig(**sizes, head_dim=16, qk_norm=True, recompute=recompute), FP16_WIDE).to(dtype)
+    return Transformer(ModelConfig(**sizes, head_dim=16, qk_norm="head", recompute=recompute), FP16_WIDE).to(dtype)
 
 
 TOKENS = torch.randint(VOCAB, (B, T + 1), generator=torch.Generator().manual_seed(1))

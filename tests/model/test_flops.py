@@ -18,7 +18,7 @@ SIZES = {"vocab_size": 97, "seq_len": 12, "hidden_size": 32, "num_layers": 3, "n
 CONFIGS = [
     {"activation": "gelu", "position": "learned", "norm": "layernorm", "bias": True},
     {"num_kv_heads": 1, "bias": True, "ffn_hidden_size": 40, "tie_embeddings": False},
-    {"num_kv_heads": 2, "head_dim": 20, "qk_norm": True},
+    {"num_kv_heads": 2, "head_dim": 20, "qk_norm": "head"},
     {"qkv_bias": False, "bias": True},
     {"activation": "geglu", "norm": "rmsnorm_1p", "norm_place": "both", "attention_gate": True},
 ]

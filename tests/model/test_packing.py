@@ -17,7 +17,7 @@ FAMILIES = {
     "gpt2": {"norm": "layernorm", "position": "learned", "activation": "gelu_tanh", "bias": True},
     "llama3": {"num_kv_heads": 2, "rope_scaling": LLAMA3, "tie_embeddings": False},
     "qwen2": {"num_kv_heads": 2, "qkv_bias": True, "rope_scaling": {"rule": "linear", "factor": 3.0}},
-    "qwen3": {"num_kv_heads": 1, "qk_norm": True, "head_dim": 16},
+    "qwen3": {"num_kv_heads": 1, "qk_norm": "head", "head_dim": 16},
 }
 # Documents of each row as (first position, tokens); one goes on from the sequence before, one is a single token.
 ROWS = [[(0, 5), (0, 20), (0, SEQ_LEN - 25)], [(9, 10), (0, 1), (0, SEQ_LEN - 11)]]

@@ -18,7 +18,7 @@ FAMILIES = {
     "gpt2": {"norm": "layernorm", "position": "learned", "activation": "gelu_tanh", "bias": True, "dropout": 0.1},
     "llama": {"num_kv_heads": 2, "ffn_hidden_size": 72},
     "latent": {"latent_attention": LATENT},
-    "qwen3": {"num_kv_heads": 1, "qk_norm": True, "head_dim": 16, "dropout": 0.2},
+    "qwen3": {"num_kv_heads": 1, "qk_norm": "head", "head_dim": 16, "dropout": 0.2},
 }
 
 
@@ -84,7 +84,7 @@ def test_a_block_keeps_the_bytes_of_the_formula(family, recompute):
 
 
 def test_what_is_computed_again_is_freed_when_all_have_used_it_and_serves_a_second_backward():
-    model = model_of(torch.float16, FP16_WIDE, recompute="selective", qk_norm=True)
+    model = model_of(torch.float16, FP16_WIDE, recompute="selective", qk_norm="head")
     parameters = [*model.parameters()]
     with LiveStorage() as storage:
         loss = model(TOKENS[:, :-1], TOKENS[:, 1:])

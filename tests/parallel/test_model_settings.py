@@ -17,7 +17,7 @@ LATENT = {"kv_rank": 12, "query_rank": 20, "unrotated_dim": 8, "rotary_dim": 4, 
 SETTINGS = {
     "yarn": {"rope_scaling": {"rule": "yarn", "factor": 4.0, "original_seq_len": 16}},
     "unrotated": {"unrotated_layers": [1]},
-    "norm over all heads": {"qk_norm": True, "qk_norm_over": "all"},
+    "norm over all heads": {"qk_norm": "all"},
     "norms of outputs": {"norm_place": "after"},
     "latents": {"num_kv_heads": None, "latent_attention": LATENT, "recompute": "selective"},
     "norms of both": {"norm_place": "both", "recompute": "selective"},
@@ -35,7 +35,7 @@ SETTINGS = {
     "capped scores": {"windows": [5, 0], "attention_softcap": 2.0},
     "capped logits": {"logit_softcap": 1.0, "z_loss": 0.01},
     "gated attention": {"attention_gate": True, "activation": "relu2"},
-    "Gemma's norms": {"norm": "rmsnorm_1p", "qk_norm": True, "norm_place": "both", "activation": "geglu"},
+    "Gemma's norms": {"norm": "rmsnorm_1p", "qk_norm": "head", "norm_place": "both", "activation": "geglu"},
 }
 LAYOUTS = ("tp2", "tp2sp", "pp2", "cp2")
 CASES = [
@@ -84,7 +84,7 @@ def test_norms_of_both_stand_around_each_part():
 
 
 def test_a_norm_over_all_heads_is_not_divided(tmp_path):
-    with pytest.raises(ConfigError, match='tensor.size: got 2, but .* = "all" needs all heads on one rank'):
+    with pytest.raises(ConfigError, match='tensor.size: got 2, but model.qk_norm = "all" needs all heads on one rank'):
         tiny_job(tmp_path, model=SETTINGS["norm over all heads"], tensor={"size": 2})
 
 

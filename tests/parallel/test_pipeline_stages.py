@@ -17,7 +17,7 @@ from megamix.parallel.stages import Stage, describe_stages, plan_stages
 
 MODELS = {
     "gpt": {"norm": "layernorm", "position": "learned", "activation": "gelu", "bias": True},
-    "llama": {"num_kv_heads": 2, "qk_norm": True},
+    "llama": {"num_kv_heads": 2, "qk_norm": "head"},
 }
 
 

@@ -26,7 +26,7 @@ COMPARED = ("ours", "fsdp2", "plain")  # of SIDES
 _SEQ = 128  # positions of a compiled block
 _SIZE = 0.005  # of a gradient, by chance; a rounding of each element is three times less
 _BLOCKS: dict[str, dict[str, Any]] = {  # keys' biases have no gradient
-    "SwiGLU": {"activation": "swiglu", "qk_norm": True},
+    "SwiGLU": {"activation": "swiglu", "qk_norm": "head"},
     "GELU": {"activation": "gelu", "norm": "layernorm", "bias": True, "qkv_bias": False},
 }
 
