@@ -44,6 +44,7 @@ from megamix.config.model_and_data import (
     FAMILY,
     DataSource,
     DecoderConfig,
+    ExpertGroups,
     ExpertsConfig,
     FirstLayers,
     LatentSizes,

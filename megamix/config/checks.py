@@ -166,12 +166,14 @@ def _experts(config: Any) -> Found:
     model, experts, name = config.model, config.model.experts, "model.experts"
     if not experts:
         return
-    groups, within = experts.num_groups, experts.num_experts // experts.num_groups * experts.top_groups
-    if experts.num_experts % groups:
-        fix = largest_divisor(experts.num_experts, groups)
-        yield f"{name}.num_groups", f"must divide num_experts {experts.num_experts}; write num_groups = {fix}"
-    elif experts.top_groups > groups:
-        yield f"{name}.top_groups", f"must be at most num_groups; write top_groups = {groups}"
+    count, top = (experts.groups.count, experts.groups.top) if experts.groups else (1, 1)
+    within = experts.num_experts // count * top
+    if experts.num_experts % count:
+        divisor = largest_divisor(experts.num_experts, count)
+        fix = f"write count = {divisor}" if divisor > 1 else f"leave [{name}.groups] out"
+        yield f"{name}.groups.count", f"must divide num_experts {experts.num_experts}; {fix}"
+    elif top > count:
+        yield f"{name}.groups.top", f"must be at most count {count}; write top = {count}"
     elif experts.top_k > within:
         yield f"{name}.top_k", f"but a token can choose among {within} experts; write top_k = {within}"
     if experts.dense_layers >= model.num_layers:

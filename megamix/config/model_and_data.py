@@ -89,6 +89,15 @@ class LatentSizes(Section):
     """Elements of a head's value (v_head_dim)."""
 
 
+class ExpertGroups(Section):
+    """Groups of neighbouring experts. A token's experts lie in its best groups, each judged by its two best experts."""
+
+    count: Annotated[PositiveInt, Field(ge=2, examples=[8])]
+    """Groups of a layer."""
+    top: PositiveInt = 1
+    """Groups in which a token's experts lie."""
+
+
 class ExpertsConfig(Section):
     """A mixture of experts: each token passes a few of many feed-forward parts, and none is dropped."""
 
@@ -108,11 +117,8 @@ class ExpertsConfig(Section):
     """Whether a token's scores of its experts are divided by their sum. With softmax this is the softmax over them."""
     scale: PositiveFloat = 1.0
     """Factor of those scores."""
-    num_groups: PositiveInt = 1
-    """Groups of neighbouring experts; a token's experts lie in the best top_groups, each judged by its two best
-    experts."""
-    top_groups: PositiveInt = 1
-    """Groups in which a token's experts lie."""
+    groups: Annotated[ExpertGroups | None, Field(examples=[{"count": 8, "top": 4}])] = None
+    """Groups of experts, of which a token passes a few. Not set: a token's experts may be any."""
     bias_rate: NonNegativeFloat = 0.001
     """Step by which each update moves an expert's bias, which counts in the choice alone, towards equal loads. 0: there
     are no biases."""

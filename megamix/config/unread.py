@@ -54,7 +54,6 @@ READ_WHERE: dict[str, tuple[Where, ...]] = {
     "model.rope_scaling.beta_fast": _YARN,
     "model.rope_scaling.beta_slow": _YARN,
     "model.rope_scaling.attention_factor": _YARN,
-    "model.experts.top_groups": _at_least("model.experts.num_groups", 2),
     "model.unrotated_layers": _ROTARY,
     "optimizer.min_lr": _one_of("lr_schedule.decay_style", "cosine", "linear", "wsd", "inverse_sqrt"),
     "lr_schedule.warmup_steps": _LONG_IN_STEPS,

@@ -128,11 +128,11 @@ class Router(nn.Module):
 
     def _within_groups(self, ranking: Tensor) -> Tensor:
         """Return the ranking, -inf outside of a token's groups (DeepSeek-V3, section 2.1.2, node-limited routing)."""
-        if self.experts.num_groups == 1:
+        if self.experts.groups is None:
             return ranking
-        groups = ranking.view(*ranking.shape[:-1], self.experts.num_groups, -1)
+        groups = ranking.view(*ranking.shape[:-1], self.experts.groups.count, -1)
         of_groups = groups.topk(min(2, groups.shape[-1]), -1).values.sum(-1)
-        chosen = of_groups.topk(self.experts.top_groups, -1).indices
+        chosen = of_groups.topk(self.experts.groups.top, -1).indices
         outside = torch.ones_like(of_groups, dtype=torch.bool).scatter(-1, chosen, False)
         return groups.masked_fill(outside.unsqueeze(-1), -torch.inf).flatten(-2)
 

@@ -13,6 +13,8 @@ from megamix.plugins import FAMILIES
 from tests.config.test_errors import GOOD
 from tests.config.test_load import MINIMAL, write
 
+EIGHT = {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 24}
+EXPERTS = ", ".join(f"{key} = {value}" for key, value in EIGHT.items())
 # Of each kind of row: what a file had, and the trees that it stands for now.
 OLD = {
     "a value that meant none": ('[precision.fp8]\nrecipe = "none"\n', {"precision": {"fp8": False}}),
@@ -30,6 +32,14 @@ OLD = {
     "a value that is the default": ("[optimizer.nag]\ndampening = 0.0\n", {"optimizer": {"nag": {}}}),
     "a value that has a name now": ("[model]\nqk_norm = true\n", {"model": {"qk_norm": "head"}}),
     "two keys that are one": ('[model]\nqk_norm = true\nqk_norm_over = "all"\n', {"model": {"qk_norm": "all"}}),
+    "keys of a table within": (
+        f"[model]\nexperts = {{ {EXPERTS}, num_groups = 4, top_groups = 2 }}\n",
+        {"model": {"experts": EIGHT | {"groups": {"count": 4, "top": 2}}}},
+    ),
+    "a number that meant none": (
+        f"[model.experts]\n{EXPERTS.replace(', ', chr(10))}\nnum_groups = 1\n",
+        {"model": {"experts": EIGHT}},
+    ),
     "a value that means none still": ("[model]\nqk_norm = false\n", {"model": {"qk_norm": "none"}}),
 }
 

@@ -31,7 +31,6 @@ def scaled(**keys):
 
 
 # Of each key: a value that is not its default, and beside what it is not read.
-EXPERTS = {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 24, "num_groups": 1}
 CASES = {
     "model.rope_theta": (5e5, LEARNED),
     "model.rope_scaling": (ROPE["model"]["rope_scaling"], LEARNED),
@@ -41,7 +40,6 @@ CASES = {
     "model.rope_scaling.beta_fast": (16.0, ROPE),
     "model.rope_scaling.beta_slow": (2.0, ROPE),
     "model.rope_scaling.attention_factor": (1.5, ROPE),
-    "model.experts.top_groups": (2, {"model": {"experts": EXPERTS}}),
     "model.rotary_dim": (2, LEARNED),
     "model.window_rope_theta": (100.0, {}),
     "model.unrotated_layers": ([0], LEARNED),

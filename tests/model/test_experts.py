@@ -20,7 +20,7 @@ from megamix.model.transformer import Transformer
 from tests.config.test_errors import changed, problems_of
 
 EXPERTS = {"num_experts": 8, "top_k": 3, "ffn_hidden_size": 24}
-GROUPS = {"score": "sigmoid", "scale": 2.5, "num_groups": 4, "top_groups": 2, "shared_ffn_hidden_size": 48}
+GROUPS = {"score": "sigmoid", "scale": 2.5, "groups": {"count": 4, "top": 2}, "shared_ffn_hidden_size": 48}
 SIZES = {
     "vocab_size": 61, "seq_len": 24, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "norm_eps": 1e-6,
 }  # fmt: skip
@@ -162,9 +162,9 @@ def test_compiled_blocks_of_latent_attention_without_and_with_experts_are_repeat
     ("experts", "said"),
     [
         ({"top_k": 9}, "top_k: got 9, but a token can choose among 8 experts; write top_k = 8"),
-        ({"num_groups": 3}, "num_groups: got 3, must divide num_experts 8; write num_groups = 2"),
-        ({"num_groups": 2, "top_groups": 3}, "top_groups: got 3, must be at most num_groups; write top_groups = 2"),
-        ({"num_groups": 4}, "top_k: got 3, but a token can choose among 2 experts; write top_k = 2"),
+        ({"groups": {"count": 3}}, "groups.count: got 3, must divide num_experts 8; write count = 2"),
+        ({"groups": {"count": 2, "top": 3}}, "groups.top: got 3, must be at most count 2; write top = 2"),
+        ({"groups": {"count": 4}}, "top_k: got 3, but a token can choose among 2 experts; write top_k = 2"),
         ({"dense_layers": 2}, "dense_layers: got 2, but num_layers is 2, so no layer would have experts; write dense_"),
     ],
 )

@@ -22,8 +22,15 @@ FAMILIES = {
 }
 
 
-EXPERTS = {"num_experts": 8, "top_k": 3, "ffn_hidden_size": 24, "score": "sigmoid", "scale": 2.5, "num_groups": 4}
-EXPERTS |= {"top_groups": 2, "shared_ffn_hidden_size": 48, "z_loss": 0.01, "balance_loss": 0.1}
+EXPERTS = {
+    "num_experts": 8,
+    "top_k": 3,
+    "ffn_hidden_size": 24,
+    "score": "sigmoid",
+    "scale": 2.5,
+    "groups": {"count": 4, "top": 2},
+}
+EXPERTS |= {"shared_ffn_hidden_size": 48, "z_loss": 0.01, "balance_loss": 0.1}
 
 
 def model_of(dtype, ops=None, **changes):

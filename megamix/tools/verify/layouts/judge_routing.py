@@ -76,14 +76,14 @@ def shortfall(ranking: Tensor, chosen: Tensor, experts: ExpertsConfig) -> Tensor
     among = torch.ones_like(got)
     wrong = got.sum(-1) != experts.top_k
     short = torch.zeros_like(ranking[..., 0])
-    if experts.num_groups > 1:
-        size = ranking.shape[-1] // experts.num_groups
+    if experts.groups is not None:
+        size = ranking.shape[-1] // experts.groups.count
         groups, held = (torch.unflatten(x, -1, (-1, size)) for x in (ranking, got))
         held = held.any(-1)
         among = held.repeat_interleave(size, -1)
         sums = groups.topk(min(2, size), -1).values.sum(-1)
         # Groups without a token's expert may be among its groups, too; they are the best of the others.
-        empty = experts.top_groups - held.sum(-1)
+        empty = experts.groups.top - held.sum(-1)
         wrong |= empty < 0
         others = sums.masked_fill(held, -torch.inf).sort(-1, descending=True).values
         others = torch.cat((others, torch.full_like(others[..., :1], -torch.inf)), -1)

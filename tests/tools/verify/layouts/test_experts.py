@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megamix.config import ExpertsConfig
+from megamix.config import ExpertGroups, ExpertsConfig
 from megamix.tools.verify.core.table import result_lines
 from megamix.tools.verify.layouts.judge_routing import shortfall
 from tests.conftest import FULL, also_wide
@@ -15,7 +15,7 @@ from tests.distributed.pipelines import SCHEDULES
 from tests.tools.verify.catalogue.run import judged_layouts
 from tests.tools.verify.jobs import EXPERTS, make_config
 
-GROUPED = EXPERTS | {"score": "sigmoid", "scale": 2.5, "num_groups": 4, "top_groups": 2, "bias_rate": 0.01}
+GROUPED = EXPERTS | {"score": "sigmoid", "scale": 2.5, "groups": {"count": 4, "top": 2}, "bias_rate": 0.01}
 MANY = EXPERTS | {"num_experts": 64, "top_k": 8, "dense_layers": 0}
 SEEDS = range(100 if FULL else 2)
 
@@ -72,8 +72,8 @@ def test_the_shortfall_of_a_choice():
     plain = ExpertsConfig(num_experts=4, top_k=2, ffn_hidden_size=1)
     ranking = torch.tensor([0.4, 0.3, 0.2, 0.1], dtype=torch.float64)
 
-    one_group = plain.model_copy(update={"num_groups": 2, "top_groups": 1})
-    alone = plain.model_copy(update={"top_k": 1, "num_groups": 4, "top_groups": 2})
+    one_group = plain.model_copy(update={"groups": ExpertGroups(count=2)})
+    alone = plain.model_copy(update={"top_k": 1, "groups": ExpertGroups(count=4, top=2)})
     for experts, chosen, short in (
         (plain, [1, 0], 0.0), (plain, [0, 2], 0.1), (plain, [0, 0], math.inf),
         (one_group, [0, 1], 0.0), (one_group, [2, 3], 0.2),  # half of what the group lacks
