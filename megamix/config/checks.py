@@ -116,10 +116,12 @@ def _multiple(value: int, factor: int) -> int:
 
 def _latents(config: Any) -> Found:
     model, latent = config.model, config.model.latent_attention
-    for key in ("num_kv_heads", "head_dim", "rotary_dim", "qk_norm", "qkv_bias", "attention_gate"):
+    for key in ("num_kv_heads", "head_dim", "qk_norm", "qkv_bias", "attention_gate"):
         if latent and getattr(model, key) != ModelConfig.model_fields[key].default:
             yield f"model.{key}", f"but [model.latent_attention] has no such thing; leave {key} or that table out"
-    if latent and model.position == "rotary" and latent.rotary_dim % 2:
+    if latent and model.rope and model.rope.dim:
+        yield "model.rope.dim", "but [model.latent_attention] has no such thing; leave dim or that table out"
+    if latent and model.rope and latent.rotary_dim % 2:
         key, fix = "model.latent_attention.rotary_dim", _multiple(latent.rotary_dim, 2)
         yield key, f"but rotary positions turn pairs and need an even one; write rotary_dim = {fix}"
 
@@ -129,13 +131,13 @@ def _heads(config: Any) -> Found:
     if getattr(model, "latent_attention", None):  # other families have no such key
         return
     whole = f"write hidden_size = {_multiple(model.hidden_size, 2 * model.num_heads)}"
-    pairs = 'but rotary positions turn pairs and need an even one; write position = "learned", or'
+    pairs = "but rotary positions turn pairs and need an even one; write rope = false, or"
     if model.head_dim is None and model.hidden_size % model.num_heads:
         yield "model.hidden_size", f"must divide by num_heads {model.num_heads}; {whole}"
-    elif model.head_dim is None and model.position == "rotary" and model.hidden_size // model.num_heads % 2:
+    elif model.head_dim is None and model.rope and model.hidden_size // model.num_heads % 2:
         size = model.hidden_size // model.num_heads
         yield "model.hidden_size", f"over num_heads {model.num_heads} a head size of {size}, {pairs} {whole[6:]}"
-    elif model.head_dim and model.position == "rotary" and model.head_dim % 2:
+    elif model.head_dim and model.rope and model.head_dim % 2:
         yield "model.head_dim", f"{pairs} head_dim = {model.head_dim + 1}"
 
 
@@ -148,18 +150,18 @@ def _keys_of_heads(config: Any) -> Found:
 
 def _layers(config: Any) -> Found:
     model, layers = config.model, config.model.num_layers
-    if max(model.unrotated_layers or (0,)) >= layers:
-        yield "model.unrotated_layers", f"but num_layers is {layers}; write layers from 0 to {layers - 1}"
-    if model.windows and len(model.windows) > layers:
-        yield "model.windows", f"but num_layers is {layers}; write at most one for each layer, fewer repeat"
+    if model.rope and max(model.rope.unrotated_layers or (0,)) >= layers:
+        yield "model.rope.unrotated_layers", f"but num_layers is {layers}; write layers from 0 to {layers - 1}"
+    if model.window and len(model.window.sizes) > layers:
+        yield "model.window.sizes", f"but num_layers is {layers}; write at most one for each layer, fewer repeat"
 
 
-def _rotary_dim(config: Any) -> Found:
-    model, turned = config.model, config.model.rotary_dim
+def _rope_dim(config: Any) -> Found:
+    model, turned = config.model, config.model.rope and config.model.rope.dim
     size = model.head_dim or model.hidden_size // model.num_heads
-    if model.position == "rotary" and turned and (turned % 2 or turned > size):
+    if turned and (turned % 2 or turned > size):
         fix = min(turned, size) // 2 * 2 or 2
-        yield "model.rotary_dim", f"must be even and at most head_dim {size}; write rotary_dim = {fix}"
+        yield "model.rope.dim", f"must be even and at most head_dim {size}; write dim = {fix}"
 
 
 def _experts(config: Any) -> Found:
@@ -336,6 +338,6 @@ def _profile(config: Any) -> Found:
         yield "profiling.start_step", f"with num_steps it ends at {end}, training.steps is {steps}; write smaller ones"
 
 
-_MODEL_CHECKS = (_latents, _heads, _keys_of_heads, _layers, _rotary_dim, _experts)
+_MODEL_CHECKS = (_latents, _heads, _keys_of_heads, _layers, _rope_dim, _experts)
 _JOB_CHECKS = (_recomputed_layers, _positions, _rates, _optimizer, _schedules, _precision, _fp8, _loss_scale)
 _CHECKS = (*_MODEL_CHECKS, *_JOB_CHECKS, _batches, *MESH_CHECKS, _validation, _profile)

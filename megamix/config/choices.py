@@ -80,7 +80,8 @@ class ChosenTable(ExtendedTable):
     def choice(self, table: object, beside: Mapping[str, Any]) -> str:
         """Name what is chosen, by default where the name is none."""
         name = table.get(self.key) if isinstance(table, Mapping) else None
-        default: str = self._base.model_fields[self.key].default
+        chooser = self._base.model_fields[self.key]
+        default: str = next(iter(self._registry.sections)) if chooser.is_required() else chooser.default
         return name if isinstance(name, str) and name in self._registry.sections else default
 
     def section(self, table: object, beside: Mapping[str, Any]) -> type[Section]:

@@ -102,7 +102,7 @@ def config_schema() -> dict[str, Any]:
     schema["properties"] = {"base": base, **schema["properties"]}
     # A file leaves to its base what it does not change, so no table and no key is required of one file. The tables of
     # a list come from one file, so their keys are required.
-    in_lists = {"DataStage", "OptimizerGroup", "RopeScaling"}
+    in_lists = {"DataStage", "OptimizerGroup"}
     for name, table in [("", schema), *schema["$defs"].items()]:
         if name not in in_lists:
             table.pop("required", None)

@@ -61,7 +61,9 @@ def diff(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
 def _texts(one: Any, other: Any) -> tuple[str, str]:
     if isinstance(one, dict) and isinstance(other, dict):
         apart = [key for key in sorted({*one, *other}) if one.get(key) != other.get(key)]
-        one, other = ({key: table[key] for key in apart if key in table} for table in (one, other))
+        settings = ([f"{key} = {_text(table.get(key))}" for key in apart] for table in (one, other))
+        one, other = (f"{{ {', '.join(each)} }}" for each in settings)
+        return one, other
     return _text(one), _text(other)
 
 

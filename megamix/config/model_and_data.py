@@ -27,8 +27,8 @@ from pydantic import (
 )
 from pydantic_core.core_schema import ValidationInfo
 
-from megamix.config.choices import ChosenTable, ExtendedTable, OneOf
-from megamix.plugins import FAMILIES, SOURCES, Section
+from megamix.config.choices import ChosenTable, ExtendedTable, OneOf, left_out
+from megamix.plugins import FAMILIES, SOURCES, Registry, Section
 from megamix.settings.limits import Share
 
 FFN_MULTIPLE = 64  # matrix units work in tiles; a ragged inner width would leave part of the last one idle
@@ -39,6 +39,7 @@ _SET_NAME = re.compile(r"[A-Za-z0-9_-]{1,40}")  # a validation set's: it becomes
 SPLIT_SET = "split"  # name of data.split's part beside sets of data.valid
 
 Text = Annotated[str, Field(min_length=1)]
+_Off = Literal[False]  # in place of a table
 # A number that FP32 holds, and its inverse: models are computed with it.
 Factor = Annotated[PositiveFloat, Field(ge=2.0**-126, le=2.0**126)]
 
@@ -50,28 +51,72 @@ def _above_low(value: float, info: ValidationInfo) -> float:
     return value
 
 
+_SCALINGS = Registry("rule of rotary wavelengths")
+
+
 class RopeScaling(Section):
     """Stretches rotary wavelengths, so that a model reads longer sequences than in its first training."""
+
+    rule: Annotated[str, OneOf(_SCALINGS), Field(examples=["llama3"])]
+    """linear stretches every wavelength by factor; llama3 and yarn only the long ones, as Llama 3.1 and YaRN do."""
+    factor: Annotated[float, Field(ge=1, examples=[8.0])]
+    """The number that multiplies a wavelength."""
+
+
+class Llama3Scaling(RopeScaling):
+    """The rule of Llama 3.1."""
 
     # The default of high_freq_factor may be too small for a low_freq_factor.
     model_config = ConfigDict(validate_default=True)
 
-    rule: Annotated[Literal["linear", "llama3", "yarn"], Field(examples=["llama3"])]
-    """linear stretches every wavelength by factor; llama3 and yarn only the long ones, as Llama 3.1 and YaRN do."""
-    factor: Annotated[float, Field(ge=1, examples=[8.0])]
-    """The number that multiplies a wavelength."""
     low_freq_factor: PositiveFloat = 1.0
-    """llama3: wavelengths above original_seq_len / low_freq_factor are stretched in full."""
+    """Wavelengths above original_seq_len / low_freq_factor are stretched in full."""
     high_freq_factor: Annotated[PositiveFloat, AfterValidator(_above_low)] = 4.0
-    """llama3: wavelengths below original_seq_len / high_freq_factor stay. Must be greater than low_freq_factor."""
+    """Wavelengths below original_seq_len / high_freq_factor stay. Must be greater than low_freq_factor."""
     original_seq_len: PositiveInt = 8192
-    """llama3, yarn: the sequence length of the earlier training."""
+    """The sequence length of the earlier training."""
+
+
+class YarnScaling(RopeScaling):
+    """The rule of YaRN."""
+
     beta_fast: PositiveFloat = 32.0
-    """yarn: wavelengths that turn more often in original_seq_len stay."""
+    """Wavelengths that turn more often in original_seq_len stay."""
     beta_slow: PositiveFloat = 1.0
-    """yarn: wavelengths that turn less often in original_seq_len are stretched in full."""
+    """Wavelengths that turn less often in original_seq_len are stretched in full."""
     attention_factor: PositiveFloat | None = None
-    """yarn: factor of rotated queries and keys. Not set: 1 + ln(factor) / 10."""
+    """Factor of rotated queries and keys. Not set: 1 + ln(factor) / 10."""
+    original_seq_len: PositiveInt = 8192
+    """The sequence length of the earlier training."""
+
+
+_SCALINGS.sections |= {"linear": RopeScaling, "llama3": Llama3Scaling, "yarn": YarnScaling}
+SCALING = ChosenTable(_SCALINGS, RopeScaling, "rule")
+
+
+class RopeConfig(Section):
+    """Rotary positions: each position turns queries and keys by angles of its own."""
+
+    theta: Factor = 10000.0
+    """Base of the wavelengths."""
+    dim: PositiveInt | None = None
+    """Elements of each head that positions turn, the first ones. Not set: head_dim."""
+    unrotated_layers: Annotated[tuple[NonNegativeInt, ...], Field(strict=False, examples=[[3, 7]])] = ()
+    """Layers whose attention has no rotary positions, counted from 0."""
+    scaling: Annotated[Annotated[RopeScaling, SCALING] | None, Field(examples=[{"rule": "llama3", "factor": 8.0}])] = (
+        None
+    )
+    """Rule by which wavelengths are stretched. Not set: they are not."""
+
+
+class WindowConfig(Section):
+    """Windows of attention: a query of some layers sees the last keys alone."""
+
+    sizes: Annotated[tuple[NonNegativeInt, ...], Field(strict=False, min_length=1, examples=[[1024, 1024, 1024, 0]])]
+    """Keys that a query sees, its own included, in each layer; 0: all. A shorter list repeats over the layers."""
+    rope_theta: Factor | None = None
+    """Base of the rotary wavelengths in layers with a window, which are not stretched then. Not set: as in other
+    layers."""
 
 
 class LatentSizes(Section):
@@ -203,14 +248,12 @@ class ModelConfig(DecoderConfig):
     1 + weight."""
     norm_eps: PositiveFloat = 1e-5
     """Added to the mean square (rmsnorm) or variance (layernorm) before its root."""
-    position: Literal["rotary", "learned"] = "rotary"
-    """Code of a token's position: rotated queries and keys, or an added table of seq_len rows."""
-    rope_theta: Factor = 10000.0
-    """Base of the rotary wavelengths; only with position = "rotary"."""
-    rope_scaling: Annotated[RopeScaling | None, Field(examples=[{"rule": "llama3", "factor": 8.0}])] = None
-    """Rule by which rotary wavelengths are stretched. Not set: they are not."""
-    rotary_dim: PositiveInt | None = None
-    """Elements of each head that rotary positions turn, the first ones. Not set: head_dim."""
+    rope: Annotated[
+        RopeConfig | None,
+        BeforeValidator(lambda value: None if value is False else value, json_schema_input_type=RopeConfig | _Off),
+        WrapSerializer(lambda rope, dump: False if rope is None else dump(rope)),
+    ] = left_out()
+    """Rotary positions. false: positions are learned, an added table of seq_len rows."""
     activation: Literal["swiglu", "geglu", "gelu", "gelu_tanh", "relu2"] = "swiglu"
     """The feed-forward part's nonlinearity; gelu is the exact one, gelu_tanh the approximation of GPT-2, relu2 is
     relu(x)^2. swiglu and geglu (of gelu_tanh) multiply by a second projection."""
@@ -225,14 +268,8 @@ class ModelConfig(DecoderConfig):
     no such norm."""
     norm_place: Literal["before", "after", "both"] = "before"
     """Norms of attention and feed-forward part: of their inputs, of their outputs, or of both."""
-    unrotated_layers: Annotated[tuple[NonNegativeInt, ...], Field(strict=False, examples=[[3, 7]])] = ()
-    """Layers whose attention has no rotary positions, counted from 0."""
-    windows: Annotated[tuple[NonNegativeInt, ...], Field(strict=False, examples=[[1024, 1024, 1024, 0]])] = ()
-    """Keys that a query sees, its own included, in each layer; 0: all. A shorter list repeats over the layers. Empty:
-    all keys in all layers."""
-    window_rope_theta: Factor | None = None
-    """Base of the rotary wavelengths in layers with a window, which are not stretched then. Not set: as in other
-    layers."""
+    window: Annotated[WindowConfig | None, Field(examples=[{"sizes": [1024, 1024, 1024, 0]}])] = None
+    """Windows of attention. Not set: a query sees all keys before it."""
     attention_softcap: Factor | None = None
     """Products of queries and keys become cap * tanh(product / cap). No kernel of a GPU has it: attention is slower.
     Not set: they stay."""

@@ -44,7 +44,8 @@ def upgrade(tree: MutableMapping[str, Any], whole: Mapping[str, Any] | None = No
 def _now(old: str, row: dict[str, Any], value: Any, tree: MutableMapping[str, Any]) -> Tree | None:
     """Return the settings that a key with such a value stands for; None: it is one of the present keys."""
     if "became" in row:
-        return deepcopy(row["became"].get(value_text(value)))
+        became: dict[str, Tree] = row["became"]
+        return deepcopy(became.get(value_text(value)))
     new = row["new"]
     if value == row.get("none", ...):
         return {new.rpartition(".")[0]: False}
@@ -71,7 +72,10 @@ def _put(tree: MutableMapping[str, Any], path: list[str], value: Any) -> None:
         table = table[inner]
         if not isinstance(table, MutableMapping):
             return
-    table[name] = value
+    if value == {}:
+        table.setdefault(name, value)  # on, with the keys that are there
+    else:
+        table[name] = value
 
 
 def saved_tree(text: str) -> Tree:

@@ -24,6 +24,7 @@ _WRONG = {
     "string_type": "must be text in quotes",
     "string_too_short": "must not be empty",
     "tuple_type": "must be a list",
+    "too_short": "must not be empty",
     "model_type": "must be a table",
     "literal_error": "must be {expected}",
     "greater_than": "must be greater than {gt:g}",
@@ -32,6 +33,8 @@ _WRONG = {
     "less_than_equal": "must be at most {le:g}",
     "value_error": "{error}",
 }
+# A source, and tables whose keys are named like other settings, here or in other trainers.
+_OTHERS_KEYS = ("valid", "schedules", "rope", "window", "latent_attention")
 _WORD = re.compile("'([^']+)'")  # one that a key may be
 
 
@@ -140,7 +143,7 @@ def _homes(tree: Mapping[str, Any]) -> Iterator[str]:
     for section in SECTIONS:
         for name, field in _fields([section], tree).items():
             is_table = field.default in ({}, None) and section_at(Tables, [section, name], tree) is not None
-            if is_table and name not in ("valid", "schedules"):  # a source, and tables that are named like the settings
+            if is_table and name not in _OTHERS_KEYS:
                 yield f"{section}.{name}"
 
 

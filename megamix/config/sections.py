@@ -11,7 +11,7 @@ from pydantic import AfterValidator, Field, NonNegativeInt, PositiveFloat, Posit
 from megamix.axes import AXES
 from megamix.config.choices import ChosenTable, ExtendedTable, left_out
 from megamix.config.loss_scales import LOSS_SCALE, LossScaleConfig
-from megamix.config.model_and_data import FAMILY, DataConfig, ModelConfig, Text
+from megamix.config.model_and_data import FAMILY, SCALING, DataConfig, ModelConfig, Text
 from megamix.config.optimizers import OPTIMIZER, OptimizerConfig
 from megamix.config.pace import with_steps
 from megamix.plugins import MORE_AXES, TRACKERS, Section
@@ -327,6 +327,7 @@ SECTIONS = [name for name, field in Tables.model_fields.items() if field.default
 # The tables that choose, by their paths; auto of the loss scale by the dtype, too.
 CHOSEN: dict[tuple[str, ...], ChosenTable] = {
     ("model",): FAMILY,
+    ("model", "rope", "scaling"): SCALING,
     ("optimizer",): OPTIMIZER,
     ("precision", "loss_scale"): LOSS_SCALE,
 }

@@ -29,7 +29,7 @@ def value_text(value: object) -> str:
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, Mapping):  # TOML has no null, so a key that is not set is left out
         items = [f"{_key_text(key)} = {value_text(item)}" for key, item in value.items() if item is not None]
-        return "{ " + ", ".join(items) + " }"
+        return "{ " + ", ".join(items) + " }" if items else "{}"
     if isinstance(value, Sequence):
         return "[" + ", ".join(value_text(item) for item in value) + "]"
     return str(value)  # an integer, a date, or a float as the shortest text that gives the same number

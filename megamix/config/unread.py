@@ -29,32 +29,20 @@ def _at_least(key: str, least: int) -> tuple[Where, ...]:
     return (Where(key, lambda value: isinstance(value, int) and value >= least, least),)
 
 
-def _has_window(windows: object) -> bool:
-    return isinstance(windows, list | tuple) and any(windows)
+def _has_window(sizes: object) -> bool:
+    return isinstance(sizes, list | tuple) and any(sizes)
 
 
 _LONG_IN_TOKENS = (Where("training.tokens", bool, 20_000_000_000),)
 _LONG_IN_STEPS = _one_of("training.tokens", 0)
 _DECAYS = _one_of("lr_schedule.decay_style", "cosine", "linear", "wsd")
-_ROTARY = _one_of("model.position", "rotary")
-_YARN = _one_of("model.rope_scaling.rule", "yarn")
 _SAVES = (*_at_least("checkpoint.save_interval", 1), *_at_least("checkpoint.keep_every", 1))
 
 # A key is read where any one of these holds. Keys that are not listed are always read: also a number that another
 # number takes the sense of, such as momentum_form beside momentum = 0, for a sweep passes through such values.
 # A table stands before its own keys.
 READ_WHERE: dict[str, tuple[Where, ...]] = {
-    "model.rope_theta": _ROTARY,
-    "model.rotary_dim": _ROTARY,
-    "model.window_rope_theta": (Where("model.windows", _has_window, [1024, 0]),),
-    "model.rope_scaling": _ROTARY,
-    "model.rope_scaling.low_freq_factor": _one_of("model.rope_scaling.rule", "llama3"),
-    "model.rope_scaling.high_freq_factor": _one_of("model.rope_scaling.rule", "llama3"),
-    "model.rope_scaling.original_seq_len": _one_of("model.rope_scaling.rule", "llama3", "yarn"),
-    "model.rope_scaling.beta_fast": _YARN,
-    "model.rope_scaling.beta_slow": _YARN,
-    "model.rope_scaling.attention_factor": _YARN,
-    "model.unrotated_layers": _ROTARY,
+    "model.window.rope_theta": (Where("model.window.sizes", _has_window, [1024, 0]),),
     "optimizer.min_lr": _one_of("lr_schedule.decay_style", "cosine", "linear", "wsd", "inverse_sqrt"),
     "lr_schedule.warmup_steps": _LONG_IN_STEPS,
     "lr_schedule.warmup_tokens": _LONG_IN_TOKENS,
@@ -73,6 +61,7 @@ READ_WHERE: dict[str, tuple[Where, ...]] = {
 }
 # A second condition of some keys, which must hold, too.
 _AND_WHERE = {
+    "model.window.rope_theta": (Where("model.rope", lambda rope: rope is not False, {"theta": 10000.0}),),
     "lr_schedule.decay_steps": _LONG_IN_STEPS,
     "lr_schedule.decay_tokens": _LONG_IN_TOKENS,
 }

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from megamix.checkpoint.boxes import Box
 from megamix.checkpoint.folder import CHECKPOINTS, new_folder
+from megamix.config.diff import diff
 from megamix.hub.convert import write_checkpoint
 from megamix.hub.source import Source, Weights
 from megamix.progress import ProgressLine
@@ -46,8 +47,8 @@ def average(sources: Sequence[Source], output: Path, progress: ProgressLine) -> 
         if output.resolve().is_relative_to(source.path.resolve().parent):
             raise ValueError(f"--output: got {output}, lies among the checkpoints of a run; write another folder")
         one, other = ({**meaning_of_model(each.config), "biases": each.buffers} for each in (first, source))
-        if names := [name for name in {**one, **other} if one.get(name) != other.get(name)]:
-            differing = "; ".join(f"model.{name}: {one.get(name)} and {other.get(name)}" for name in names)
+        if changes := diff(one, other):
+            differing = "; ".join(f"model.{name}: {theirs} and {its}" for name, theirs, its in changes)
             raise ValueError(f"{first.path} and {source.path} are of different models: {differing}")
     mean = MeanWeights([source.weights for source in sources])
     with new_folder(output, "--output") as aside:

@@ -7,9 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from megamix.checkpoint.boxes import Box
-from megamix.config import DecoderConfig, ExpertsConfig
+from megamix.config import DecoderConfig
 from megamix.model.family import families, family_of
 from megamix.model.formats import Format
+from megamix.plugins import Section
+
+_TABLES = ("experts", "rope", "window")  # of [model]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,14 +87,15 @@ def formats() -> dict[str, Format]:
 
 
 def _meaning(form: Format, config: DecoderConfig) -> dict[str, Any]:
-    """Return what a model loses if its config.json does not hold it, apart from sizes; of experts each key by itself.
-    The losses for balance belong to a training.
+    """Return what a model loses if its config.json does not hold it, apart from sizes; of a table each key by
+    itself. The losses for balance belong to a training.
     """
     not_asked = {*DecoderConfig.model_fields, *form.size_keys, "scaled_init"}
     meant = {key: value for key, value in family_of(config).effective(config).items() if key not in not_asked}
-    if isinstance(experts := meant.get("experts"), ExpertsConfig):
-        of_experts = experts.model_dump(exclude={"balance_loss", "z_loss"})
-        meant |= {"experts": "a table", **{f"experts.{key}": value for key, value in of_experts.items()}}
+    for name in _TABLES:
+        if isinstance(table := meant.get(name), Section):
+            keys = table.model_dump(exclude={"balance_loss", "z_loss"})
+            meant |= {name: "a table", **{f"{name}.{key}": value for key, value in keys.items()}}
     return meant
 
 
@@ -103,6 +107,8 @@ def _misfits(form: Format, config: DecoderConfig) -> list[str] | None:
         return None
     given, found = _meaning(form, config), _meaning(form, again)
     differ = [key for key in given if given[key] != found.get(key)]
+    for table in {"rope", "window"} & {*differ}:  # one line says that only one of both has it
+        differ = [key for key in differ if not key.startswith(f"{table}.")]
     return [f"model.{key} is {given[key]}, {form.model_type} has {found.get(key)}" for key in differ]
 
 

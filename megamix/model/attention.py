@@ -25,7 +25,7 @@ class CausalAttention(Branch):
         super().__init__()
         self.ops, self.head_dim = ops, sizes.head_dim(config)
         self.selective = config.recompute == "selective"
-        self.rotates = layer not in config.unrotated_layers  # if the model has rotary positions
+        self.rotates = sizes.rotates(config, layer)
         self.rule = AttentionRule(sizes.window(config, layer), config.attention_softcap or 0.0)
         self.flops = sizes.attention_flops(config, layer, config.num_heads * (query_dim + value_dim))
         # Attention's kernels divide by sqrt(head_dim).

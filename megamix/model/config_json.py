@@ -13,9 +13,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from megamix.config import DecoderConfig, ModelConfig, RopeScaling
+from megamix.config import DecoderConfig, Llama3Scaling, ModelConfig, RopeConfig, RopeScaling, YarnScaling
 from megamix.model.formats import OTHERS, Format, Json, Keys, Location, first_problem, shown
-from megamix.model.sizes import attention_scale, effective, head_dim, rotary_dim, window
+from megamix.model.sizes import attention_scale, effective, head_dim, rotary_dim, rotates, window
 
 _GELU = {"gelu_new": "gelu_tanh", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
 # The sizes of the section [model], each with its key in config.json.
@@ -92,12 +92,7 @@ _MIXTRAL = _LLAMA | {
     "blocks.feed_forward.up.*": "model.layers.{}.block_sparse_moe.experts.{}.w3",
     "blocks.feed_forward.down.*": "model.layers.{}.block_sparse_moe.experts.{}.w2",
 }
-# Keys of each scaling of rotary positions, but for the earlier length, which has another name under [model].
-_ROPE_KEYS = {
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-    "yarn": ("factor", "beta_fast", "beta_slow", "attention_factor"),
-}
+_SCALINGS = {"linear": RopeScaling, "llama3": Llama3Scaling, "yarn": YarnScaling}
 _ORIGINAL = "original_max_position_embeddings"
 
 
@@ -114,7 +109,7 @@ class GPT2Format(Format):
         problems += _unlike(json, "activation_function", *_GELU)
         _refuse(json, problems)
         return self.config_of(
-            json, norm="layernorm", position="learned",
+            json, norm="layernorm", rope=None,
             norm_eps=json.get("layer_norm_epsilon", 1e-5), bias=True,
             activation=_GELU[json.get("activation_function", "gelu_new")],
         )  # fmt: skip
@@ -180,7 +175,7 @@ class _Windows(_Part):
         size = _whole({"sliding_window": size}, "sliding_window")
         windows = tuple(size if slide else 0 for slide in slides)
         period = next(n for n in range(1, layers + 1) if all(windows[at] == windows[at % n] for at in range(layers)))
-        given["windows"] = windows[:period]
+        given["window"] = {"sizes": windows[:period]}
 
     def write(self, config: ModelConfig) -> Json:
         windows = [window(config, layer) for layer in range(config.num_layers)]
@@ -204,10 +199,10 @@ class _Unrotated(_Part):
             rotated = [int((layer + 1) % interval != 0) for layer in range(layers)]
         if len(rotated) != layers:
             raise ValueError(f"no_rope_layers is {shown(rotated)}, and must be a list with an entry for each layer")
-        given["unrotated_layers"] = tuple(layer for layer, turns in enumerate(rotated) if not turns)
+        given["rope"]["unrotated_layers"] = tuple(layer for layer, turns in enumerate(rotated) if not turns)
 
     def write(self, config: ModelConfig) -> Json:
-        rotated = [int(layer not in config.unrotated_layers) for layer in range(config.num_layers)]
+        rotated = [int(rotates(config, layer)) for layer in range(config.num_layers)]
         return {"no_rope_layers": rotated, "pad_token_id": None}  # the default of it is beyond a small vocabulary
 
 
@@ -230,14 +225,15 @@ class _Rope(_Part):
             problems.append("rope_parameters differ by layer, megamix has one table for all layers")
         original = _first_set(keys.get(_ORIGINAL), rope.get(_ORIGINAL), keys["max_position_embeddings"])
         # Beside a table for the layers with a window, this one is for the others, if there are any.
-        is_used = not all(given.get("windows", (0,))) or "window_rope_theta" not in given
-        given |= {"rope_theta": theta, "rope_scaling": _read_scaling(rope, original, is_used)}
-        if given["rope_scaling"] is None and given.get("window_rope_theta") == theta:
-            given["window_rope_theta"] = None
+        windowed = given.get("window", {})
+        is_used = not all(windowed.get("sizes", (0,))) or "rope_theta" not in windowed
+        given["rope"] |= {"theta": theta, "scaling": _read_scaling(rope, original, is_used)}
+        if given["rope"]["scaling"] is None and windowed.get("rope_theta") == theta:
+            del windowed["rope_theta"]
 
     def write(self, config: ModelConfig) -> Json:
         # transformers 4 and 5 both read these two keys; 4 does not know 5's `rope_parameters`.
-        return {"rope_theta": config.rope_theta, "rope_scaling": _scaling(config)}
+        return {"rope_theta": _rope(config).theta, "rope_scaling": _scaling(config)}
 
 
 class _PartlyRotated(_Part):
@@ -251,7 +247,7 @@ class _PartlyRotated(_Part):
         size = keys["head_dim"] or keys["hidden_size"] // keys["num_attention_heads"]
         rope["partial_rotary_factor"] = keys["partial_rotary_factor"] = keys["rope_scaling"] = None
         keys["rope_parameters"] = rope
-        given["rotary_dim"] = None if share == 1 else int(size * share)
+        given["rope"]["dim"] = None if share == 1 else int(size * share)
 
     def write(self, config: ModelConfig) -> Json:
         return {"partial_rotary_factor": rotary_dim(config) / head_dim(config)}
@@ -273,11 +269,14 @@ class _TwoRopes(_Part):
         keys.pop(_ORIGINAL, None)  # it counts where there is one table
         if _rule(windowed) != "default":
             raise ValueError(f"rope_parameters of sliding_attention are {shown(windowed)}: megamix stretches none such")
-        given["window_rope_theta"] = _first_set(windowed.get("rope_theta"), keys["rope_local_base_freq"], 10000.0)
+        theta = _first_set(windowed.get("rope_theta"), keys["rope_local_base_freq"], 10000.0)
+        if "window" in given:
+            given["window"]["rope_theta"] = theta
 
     def write(self, config: ModelConfig) -> Json:
-        own = _first_set(config.window_rope_theta, config.rope_theta)
-        whole = (_scaling(config) or {"rope_type": "default"}) | {"rope_theta": config.rope_theta}
+        theta = _rope(config).theta
+        own = _first_set(config.window and config.window.rope_theta, theta)
+        whole = (_scaling(config) or {"rope_type": "default"}) | {"rope_theta": theta}
         ropes = {"full_attention": whole, "sliding_attention": {"rope_type": "default", "rope_theta": own}}
         return {"rope_parameters": ropes, "rope_local_base_freq": own}  # transformers 5 reads the first, 4 the second
 
@@ -356,7 +355,7 @@ class RotaryFormat(Format):
     def read(self, json: Json) -> DecoderConfig:
         keys = Keys(json, {**_DEFAULTS, **self.defaults})
         keys.asked.update(self.defaults)  # one may decide what another is read for
-        given = {**self.block, **{ours: keys[theirs] for ours, theirs in self.named.items()}}
+        given: _Section = {"rope": {}, **self.block, **{ours: keys[theirs] for ours, theirs in self.named.items()}}
         problems = list[str]()
         if self.block.get("activation") != "geglu":
             problems += _unlike(keys, "hidden_act", "silu", "swish")
@@ -420,10 +419,11 @@ def _read_scaling(rope: Json, original_seq_len: Any, is_used: bool) -> RopeScali
     kind = _rule(rope)
     if kind == "default":
         return None
-    if kind not in _ROPE_KEYS:
-        raise ValueError(f"rope_type is {shown(kind)}, megamix has {', '.join(map(repr, ('default', *_ROPE_KEYS)))}")
-    given = {key: rope[key] for key in _ROPE_KEYS[kind] if rope.get(key) is not None}
-    absent = [key for key in _ROPE_KEYS[kind][: 1 if kind == "yarn" else None] if key not in given]
+    if kind not in _SCALINGS:
+        raise ValueError(f"rope_type is {shown(kind)}, megamix has {', '.join(map(repr, ('default', *_SCALINGS)))}")
+    known = _scaling_keys(kind)
+    given = {key: rope[key] for key in known if rope.get(key) is not None}
+    absent = [key for key in known[: 1 if kind == "yarn" else None] if key not in given]
     if absent and is_used:
         raise ValueError(f"rope_scaling: {kind} needs {' and '.join(absent)}, which config.json must have")
     if kind != "linear":
@@ -434,21 +434,31 @@ def _read_scaling(rope: Json, original_seq_len: Any, is_used: bool) -> RopeScali
     if kind == "yarn" and ours and all_dim:
         given.setdefault("attention_factor", _magnified(given["factor"], ours) / _magnified(given["factor"], all_dim))
     try:
-        return RopeScaling(rule=kind, **given)
+        return _SCALINGS[kind](rule=kind, **given)
     except ValidationError as error:
         raise ValueError(f"rope_scaling: {first_problem(error, {})}") from None
+
+
+def _scaling_keys(kind: str) -> list[str]:
+    """Return the keys of a scaling, but for the earlier length, which has another name in config.json."""
+    return [key for key in _SCALINGS[kind].model_fields if key not in ("rule", "original_seq_len")]
 
 
 def _magnified(factor: float, mscale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
+def _rope(config: ModelConfig) -> RopeConfig:
+    """Return what is written of rotary positions. Learned ones are in no format with rotary ones."""
+    return config.rope or RopeConfig()
+
+
 def _scaling(config: ModelConfig) -> dict[str, Any] | None:
     """Return the table `rope_scaling`."""
-    if (scaling := config.rope_scaling) is None:
+    if (scaling := _rope(config).scaling) is None:
         return None
-    values = {key: getattr(scaling, key) for key in _ROPE_KEYS[scaling.rule]}
-    if scaling.rule != "linear":
+    values = {key: getattr(scaling, key) for key in _scaling_keys(scaling.rule)}
+    if isinstance(scaling, Llama3Scaling | YarnScaling):
         values[_ORIGINAL] = scaling.original_seq_len
     return {"rope_type": scaling.rule, **{key: value for key, value in values.items() if value is not None}}
 
@@ -491,7 +501,7 @@ _GEMMA_BLOCK = {"norm": "rmsnorm_1p", "activation": "geglu", "norm_place": "both
 _MISTRAL = {"max_position_embeddings": 131072, "num_key_value_heads": 8}
 _QWEN = {"max_position_embeddings": 32768, "max_window_layers": 28}
 _QWEN_WINDOWS = _Windows(lambda keys, given, layer: layer >= _whole(keys, "max_window_layers", 0), switch=True)
-_SMOL_WINDOWS = _Windows(lambda keys, given, layer: layer in given.get("unrotated_layers", ()), switch=True)
+_SMOL_WINDOWS = _Windows(lambda keys, given, layer: layer in given["rope"].get("unrotated_layers", ()), switch=True)
 _GEMMA3_WINDOWS = _Windows(lambda keys, given, layer: (layer + 1) % _whole(keys, "sliding_window_pattern") != 0)
 FORMATS: tuple[Format, ...] = (
     GPT2Format(

@@ -115,6 +115,7 @@ def first_problem(error: ValidationError, keys: Mapping[str, str]) -> str:
     """Return pydantic's first error as one line, with the key's name in config.json."""
     problem = error.errors()[0]
     key = ".".join(keys.get(str(name), str(name)) for name in problem["loc"])
+    key = key.replace("rope.theta", "rope_theta")  # which stands in no table there
     return f"{key}: got {shown(problem['input'])}: {problem['msg']}"
 
 

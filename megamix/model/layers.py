@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from megamix.config import ModelConfig, RopeScaling
+from megamix.config import Llama3Scaling, ModelConfig, RopeScaling, YarnScaling
 from megamix.model.cross_entropy import Slopes, capped_slopes, linear_cross_entropy, slopes
 from megamix.model.initial import draw_normal
 from megamix.model.ops import Ops
@@ -227,9 +227,7 @@ def _stretched(frequencies: Tensor, scaling: RopeScaling, theta: float) -> tuple
     frequency among all (Peng et al. 2023, YaRN, sections 3.2 and 3.4; `_compute_yarn_parameters`).
     """
     stretched = frequencies / scaling.factor
-    if scaling.rule == "linear":
-        return stretched, 1.0
-    if scaling.rule == "yarn":
+    if isinstance(scaling, YarnScaling):
         pairs = len(frequencies)
 
         def place(turns: float) -> float:
@@ -240,6 +238,8 @@ def _stretched(frequencies: Tensor, scaling: RopeScaling, theta: float) -> tuple
         places = torch.arange(pairs, dtype=frequencies.dtype, device=frequencies.device)
         share = ((places - low) / (high - low or 0.001)).clamp(0, 1)
         return frequencies.lerp(stretched, share), scaling.attention_factor or 1 + math.log(scaling.factor) / 10
+    if not isinstance(scaling, Llama3Scaling):
+        return stretched, 1.0
     turns = scaling.original_seq_len * frequencies / (2 * math.pi)  # turns in a sequence of the earlier training
     kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     return stretched.lerp(frequencies, kept.clamp(0, 1)), 1.0

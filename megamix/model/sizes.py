@@ -11,7 +11,9 @@ from megamix.config import (
     ExpertsConfig,
     FirstLayers,
     ModelConfig,
+    RopeConfig,
     TransformersConfig,
+    WindowConfig,
     default_ffn_hidden_size,
 )
 
@@ -30,12 +32,21 @@ def rotary_dim(config: ModelConfig) -> int:
     """Return the elements of a head that rotary positions turn."""
     if config.latent_attention:
         return config.latent_attention.rotary_dim
-    return config.rotary_dim or head_dim(config)
+    return (config.rope and config.rope.dim) or head_dim(config)
+
+
+def rotates(config: ModelConfig, layer: int) -> bool:
+    """Return whether a layer has rotary positions."""
+    return config.rope is not None and layer not in config.rope.unrotated_layers
 
 
 def window(config: ModelConfig, layer: int) -> int:
     """Return how many keys a query of a layer sees, its own included; 0 for all."""
-    return config.windows[layer % len(config.windows)] if config.windows else 0
+    return config.window.sizes[layer % len(config.window.sizes)] if config.window else 0
+
+
+def has_windows(config: ModelConfig) -> bool:
+    return config.window is not None and any(config.window.sizes)
 
 
 def attention_flops(config: ModelConfig, layer: int, elements: int) -> int:
@@ -147,32 +158,31 @@ def attention_scale(config: ModelConfig) -> float:
     return size**-0.5 if config.attention_scale is None else config.attention_scale
 
 
-def window_rope_theta(config: ModelConfig) -> float | None:
-    """Return theta of the layers with a window; None if there are none, or if they are stretched as the others are."""
-    if not any(config.windows):
+def _rope(config: ModelConfig) -> RopeConfig | None:
+    if config.rope is None:
         return None
-    as_others = config.window_rope_theta is None and config.rope_scaling is None
-    return config.rope_theta if as_others else config.window_rope_theta
+    unrotated = tuple(sorted({*config.rope.unrotated_layers}))
+    return config.rope.model_copy(update={"dim": rotary_dim(config), "unrotated_layers": unrotated})
 
 
-def windows(config: ModelConfig) -> tuple[int, ...]:
-    """Return the window of each layer; nothing if no layer has one."""
-    return tuple(window(config, layer) for layer in range(config.num_layers)) if any(config.windows) else ()
-
-
-def unrotated_layers(config: ModelConfig) -> tuple[int, ...]:
-    return tuple(sorted({*config.unrotated_layers}))
+def _window(config: ModelConfig) -> WindowConfig | None:
+    """Return the window of each layer, and theta of those with one; None: no layer has one."""
+    if config.window is None or not any(config.window.sizes):
+        return None
+    theta, rope = config.window.rope_theta, config.rope
+    if theta is None and rope is not None and rope.scaling is None:  # else these layers are stretched as the others are
+        theta = rope.theta
+    sizes = tuple(window(config, layer) for layer in range(config.num_layers))
+    return WindowConfig(sizes=sizes, rope_theta=theta)
 
 
 def effective(config: ModelConfig) -> dict[str, Any]:
     """Return the section's values; values that are not set, or that could be written otherwise, are replaced by those
     in effect.
     """
-    values = (
-        head_dim, rotary_dim, num_kv_heads, ffn_hidden_size, qkv_bias, mlp_bias, attention_scale, window_rope_theta,
-        windows, unrotated_layers,
-    )  # fmt: skip
-    return dict(config) | {value.__name__: value(config) for value in values}
+    values = (head_dim, num_kv_heads, ffn_hidden_size, qkv_bias, mlp_bias, attention_scale)
+    tables = {"rope": _rope(config), "window": _window(config)}
+    return dict(config) | {value.__name__: value(config) for value in values} | tables
 
 
 # Dense peak of FP16 and BF16 products in operations per second, by the driver's name of the device. A slice of a device

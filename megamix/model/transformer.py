@@ -70,7 +70,7 @@ class Transformer(Decoder):
         for problem in model_problems(config):
             raise ValueError(problem)
         super().__init__(config, ops, like)
-        self.windowed = any(config.windows)
+        self.windowed = sizes.has_windows(config)
         self.head.scale, self.head.softcap = 1 / config.logit_divisor, config.logit_softcap
 
     def block(self, config: ModelConfig, layer: int) -> Block:
@@ -78,7 +78,7 @@ class Transformer(Decoder):
 
     @classmethod
     def kind(cls, config: ModelConfig, layer: int) -> Hashable:
-        return layer in config.unrotated_layers, sizes.window(config, layer), sizes.experts(config, layer) is None
+        return sizes.rotates(config, layer), sizes.window(config, layer), sizes.experts(config, layer) is None
 
     def token_embedding(self) -> Embedding:
         table = super().token_embedding()
@@ -86,13 +86,13 @@ class Transformer(Decoder):
         return table
 
     def positions(self) -> tuple[Embedding | None, RotaryTable | TwoRotaryTables | None]:
-        config = self.config
-        if config.position == "learned":
+        config, rope, window = self.config, self.config.rope, self.config.window
+        if rope is None:
             return Embedding(config.seq_len, config.hidden_size, self.ops, std=config.init_std), None
         size = config.seq_len, sizes.rotary_dim(config)
-        table = RotaryTable(*size, config.rope_theta, config.rope_scaling)
-        if config.window_rope_theta is not None:
-            return None, TwoRotaryTables([table, RotaryTable(*size, config.window_rope_theta)])
+        table = RotaryTable(*size, rope.theta, rope.scaling)
+        if window is not None and window.rope_theta is not None:
+            return None, TwoRotaryTables([table, RotaryTable(*size, window.rope_theta)])
         return None, table
 
     def head_dim(self) -> int:

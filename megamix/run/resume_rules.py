@@ -18,6 +18,7 @@ from megamix.config import (
     whole_weights,
 )
 from megamix.config.diff import diff, may, without_paths
+from megamix.plugins import Section
 from megamix.run.run_folder import BEGIN_ANEW
 
 # This text only identifies the rule: a checkpoint keeps it, and a resumed run reports a change.
@@ -133,9 +134,11 @@ def meaning_of_model(config: DecoderConfig) -> dict[str, Any]:
     from megamix.model.family import family_of
 
     meant = {name: it for name, it in family_of(config).effective(config).items() if not may(f"model.{name}").resume}
-    if isinstance(experts := meant.get("experts"), ExpertsConfig):
-        meant["experts"] = experts.model_dump(exclude={*_BALANCE})
-    return meant
+    return {name: _plain(it) if isinstance(it, Section) else it for name, it in meant.items()}
+
+
+def _plain(table: Section) -> dict[str, Any]:
+    return table.model_dump(exclude={*_BALANCE} if isinstance(table, ExpertsConfig) else None)
 
 
 def _mixtures(values: Mapping[str, Any], cursor: int) -> list[tuple[int, Any]]:

@@ -104,16 +104,16 @@ def test_override_cannot_smuggle_in_a_second_key(minimal):
 
 
 def test_base_holds_where_the_file_is_silent_also_within_tables(tmp_path):
-    scaled = "[model.rope_scaling]\nrule = 'llama3'\nfactor = 8.0\nhigh_freq_factor = 2.0\n"
+    scaled = "[model.rope.scaling]\nrule = 'llama3'\nfactor = 8.0\nhigh_freq_factor = 2.0\n"
     write(tmp_path, "deep/bottom.toml", MINIMAL + scaled)
     write(tmp_path, "deep/middle.toml", 'base = "bottom.toml"\n[training]\nsteps = 20\n[model]\nnum_layers = 2\n')
-    top = 'base = "deep/middle.toml"\n[model]\nnum_layers = 3\n[model.rope_scaling]\nfactor = 32\n'
+    top = 'base = "deep/middle.toml"\n[model]\nnum_layers = 3\n[model.rope.scaling]\nfactor = 32\n'
     top = write(tmp_path, "top.toml", top)
-    config = load_config(top, ["model.rope_scaling.original_seq_len=4096"])
+    config = load_config(top, ["model.rope.scaling.original_seq_len=4096"])
     assert (config.model.num_layers, config.training.steps, config.model.hidden_size) == (3, 20, 16)
-    scaling = config.model.rope_scaling
+    scaling = config.model.rope.scaling
     assert (scaling.factor, scaling.high_freq_factor, scaling.original_seq_len) == (32.0, 2.0, 4096)
-    (problem,) = problems_of(top, "model.rope_scaling.low_freq_factor=3")
+    (problem,) = problems_of(top, "model.rope.scaling.low_freq_factor=3")
     assert "high_freq_factor: got 2.0, must be greater than low_freq_factor 3" in problem
 
 
@@ -207,7 +207,7 @@ def test_table_does_not_hide_a_mistake_below_it(tmp_path):
 # By a cosine, without validation and profile.
 UNREAD = {
     *("training.eval_batches", "profiling.start_step", "metrics.sample_prompt"),
-    *("model.window_rope_theta", "lr_schedule.warmup_tokens", "lr_schedule.decay_tokens"),
+    *("lr_schedule.warmup_tokens", "lr_schedule.decay_tokens"),
 }
 
 

@@ -40,6 +40,23 @@ OLD = {
         f"[model.experts]\n{EXPERTS.replace(', ', chr(10))}\nnum_groups = 1\n",
         {"model": {"experts": EIGHT}},
     ),
+    "keys that moved": (
+        '[model]\nposition = "rotary"\nrope_theta = 5e5\nrotary_dim = 2\nunrotated_layers = [0]\n'
+        'windows = [4]\nwindow_rope_theta = 9.0\nrope_scaling = { rule = "linear", factor = 2.0 }\n',
+        {
+            "model": {
+                "rope": {
+                    "theta": 5e5,
+                    "dim": 2,
+                    "unrotated_layers": [0],
+                    "scaling": {"rule": "linear", "factor": 2.0},
+                },
+                "window": {"sizes": [4], "rope_theta": 9.0},
+            }
+        },
+    ),
+    "a table that is off now": ('[model]\nposition = "learned"\nwindows = []\n', {"model": {"rope": False}}),
+    "a table that is there": ('[model]\nposition = "rotary"\nrope.dim = 2\n', {"model": {"rope": {"dim": 2}}}),
     "a value that means none still": ("[model]\nqk_norm = false\n", {"model": {"qk_norm": "none"}}),
 }
 

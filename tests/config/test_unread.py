@@ -12,6 +12,7 @@ import pytest
 
 from megamix.cli import main
 from megamix.config import Config, ConfigError, config_from_dict, effective_tables, load_config
+from megamix.config.model_and_data import SCALING
 from megamix.config.toml_text import parse_value, value_text
 from megamix.config.unread import READ_WHERE, default
 from megamix.plugins import LOSS_SCALES, OPTIMIZERS
@@ -20,8 +21,7 @@ from tests.conftest import FULL
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "configs/quickstart.toml"
-ROPE = {"model": {"rope_scaling": {"rule": "linear", "factor": 2.0}}}
-LEARNED = {"model": {"position": "learned"}}
+SCALED = {"model": {"rope": {"scaling": {"rule": "linear", "factor": 2.0}}}}
 TOKENS = {"training": {"tokens": 10_000, "steps": None}}
 INVERSE_SQRT = {"lr_schedule": {"decay_style": "inverse_sqrt"}}
 
@@ -32,17 +32,13 @@ def scaled(**keys):
 
 # Of each key: a value that is not its default, and beside what it is not read.
 CASES = {
-    "model.rope_theta": (5e5, LEARNED),
-    "model.rope_scaling": (ROPE["model"]["rope_scaling"], LEARNED),
-    "model.rope_scaling.low_freq_factor": (2.0, ROPE),
-    "model.rope_scaling.high_freq_factor": (8.0, ROPE),
-    "model.rope_scaling.original_seq_len": (4096, ROPE),
-    "model.rope_scaling.beta_fast": (16.0, ROPE),
-    "model.rope_scaling.beta_slow": (2.0, ROPE),
-    "model.rope_scaling.attention_factor": (1.5, ROPE),
-    "model.rotary_dim": (2, LEARNED),
-    "model.window_rope_theta": (100.0, {}),
-    "model.unrotated_layers": ([0], LEARNED),
+    "model.rope.scaling.low_freq_factor": (2.0, SCALED),
+    "model.rope.scaling.high_freq_factor": (8.0, SCALED),
+    "model.rope.scaling.original_seq_len": (4096, SCALED),
+    "model.rope.scaling.beta_fast": (16.0, SCALED),
+    "model.rope.scaling.beta_slow": (2.0, SCALED),
+    "model.rope.scaling.attention_factor": (1.5, SCALED),
+    "model.window.rope_theta": (100.0, {"model": {"window": {"sizes": [0]}}}),
     "optimizer.min_lr": (1e-4, {"lr_schedule": {"decay_style": "constant"}}),
     "optimizer.adamw": ({"betas": [0.8, 0.9], "eps": 1e-6}, {"optimizer": {"name": "nag"}}),
     "optimizer.nag": ({"momentum": 0.5}, {}),
@@ -89,8 +85,10 @@ def told(path, *overrides):
 
 def test_there_is_a_case_of_every_key_that_is_not_always_read():
     of_rules = {f"precision.loss_scale.{key}" for rule in LOSS_SCALES.sections.values() for key in rule.model_fields}
+    of_rules |= {f"model.rope.scaling.{key}" for rule in SCALING.sections().values() for key in rule.model_fields}
     own = {f"optimizer.{name}" for name in OPTIMIZERS.sections}
-    assert set(CASES) == {*READ_WHERE, *of_rules, *own} - {"precision.loss_scale.rule"}
+    always = {"precision.loss_scale.rule", "model.rope.scaling.rule", "model.rope.scaling.factor"}
+    assert set(CASES) == {*READ_WHERE, *of_rules, *own} - always
 
 
 @pytest.mark.parametrize("key", CASES)
@@ -161,17 +159,20 @@ def test_a_rate_that_was_chosen_for_another_optimizer_is_told(tmp_path):
         assert not [line for line in told(path, *overrides)[1] if "was chosen for" in line]
 
 
-def test_a_table_is_dropped_as_a_whole_and_refused_for_any_part_set_later(tmp_path):
-    scaled = "[model.rope_scaling]\nrule = 'llama3'\nfactor = 8.0\nlow_freq_factor = 2.0\n"
+def test_a_rule_on_top_of_another_drops_its_keys_and_a_table_that_is_off_begins_anew(tmp_path):
+    scaled = "[model.rope.scaling]\nrule = 'llama3'\nfactor = 8.0\nlow_freq_factor = 2.0\n"
     base = write(tmp_path / "base.toml", config_from_dict(GOOD).text + scaled)
-    config, lines = told(base, "model.position=learned")
-    assert [line.split(" = ")[0] for line in lines] == ["model.rope_scaling"]
-    assert config.model.rope_scaling is None
-    config, lines = told(base, "model.rope_scaling.rule=linear")
-    assert [line.split(" = ")[0] for line in lines] == ["model.rope_scaling.low_freq_factor"]
+    config, lines = told(base, "model.rope=false")
+    assert (config.model.rope, lines) == (None, [])
+    config, lines = told(base, "model.rope.scaling.rule=linear")
+    assert [line.split(" = ")[0] for line in lines] == ["model.rope.scaling.low_freq_factor"]
     assert "low_freq_factor" not in config.text
-    with pytest.raises(ConfigError, match=r"model\.rope_scaling: got \{ rule"):
-        load_config(base, ["model.position=learned", "model.rope_scaling.factor=4.0"])
+    with pytest.raises(ConfigError, match=r"model\.rope\.scaling\.rule: missing"):
+        load_config(base, ["model.rope=false", "model.rope.scaling.factor=4.0"])
+    off = ["model.rope=false", "model.window.sizes=[4]", "model.window.rope_theta=50.0"]
+    with pytest.raises(ConfigError, match=r"rope_theta: got 50.0, which is not read where model\.rope = false; write"):
+        load_config(base, off)
+    assert load_config(base, [*off[1:], off[0]]).model.window.rope_theta is None
 
 
 def test_all_are_reported_at_once_beside_other_mistakes_and_none_follows_from_one():
@@ -245,9 +246,12 @@ def some_layers(rng):
     layers = [{}, {}, {}]
     for key in rng.sample(sorted(CASES), rng.randint(1, 3)):
         value, beside = CASES[key]
-        if "rope_scaling." not in key:
+        if "rope.scaling." not in key:
             for section, keys in beside.items():
                 rng.choice(layers).setdefault(section, {}).update({k: v for k, v in keys.items() if v is not None})
+        else:
+            rule = {"rule": rng.choice(sorted(SCALING.sections())), "factor": 2.0}
+            layers[0] = put(layers[0], "model.rope.scaling", rule)
         layer = rng.randrange(3)
         layers[layer] = put(layers[layer], key, value)
     if rng.random() < 0.2:

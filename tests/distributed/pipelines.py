@@ -22,7 +22,7 @@ from megamix.parallel.stages import V_SHAPED, plan_stages
 from megamix.tools.verify.core.observed_step import rank_device
 
 MODELS = {
-    "gpt": {"norm": "layernorm", "position": "learned", "activation": "gelu", "bias": True},
+    "gpt": {"norm": "layernorm", "rope": False, "activation": "gelu", "bias": True},
     "llama": {"num_kv_heads": 2, "scaled_init": False},
 }
 B, T, VOCAB = 2, 12, 40

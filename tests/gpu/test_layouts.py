@@ -148,7 +148,7 @@ def test_verify_passes_kernels_that_take_segments(gpu_ranks):
     configs = [
         make_config("cp2", dtype="fp16", model=model),
         make_config("cp2", dtype="bf16", packing="documents", shard="parameters", model=model | {"recompute": "full"}),
-        make_config("cp2", dtype="fp16", packing="documents", model=model | {"windows": [6, 0]}),
+        make_config("cp2", dtype="fp16", packing="documents", model=model | {"window": {"sizes": [6, 0]}}),
     ]
     for config, *ranks in zip(configs, *gpu_ranks(_observe_with_kernels, 2, configs), strict=True):
         assert judge(config, ranks, torch.device("cpu"), UPDATES, OVERFLOW_AT).differences == []

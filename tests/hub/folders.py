@@ -13,7 +13,7 @@ from tests.builders import SEQ_LEN, VOCAB
 from tests.conftest import FULL
 
 GPT2 = ModelConfig(
-    vocab_size=VOCAB, seq_len=SEQ_LEN, hidden_size=12, num_layers=2, num_heads=2, norm="layernorm", position="learned",
+    vocab_size=VOCAB, seq_len=SEQ_LEN, hidden_size=12, num_layers=2, num_heads=2, norm="layernorm", rope=False,
     activation="gelu_tanh", bias=True,
 )  # fmt: skip
 LLAMA = ModelConfig(

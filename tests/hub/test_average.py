@@ -72,7 +72,7 @@ def test_of_one_checkpoint_twice_it_evaluates_as_the_checkpoint_and_begins_a_run
 
 
 def test_other_models_are_refused_by_what_differs(runs, data, tmp_path, capsys):
-    run_on_ranks(_job(tmp_path, data, model={"experts": {**EXPERTS, "top_k": 1}, "rope_theta": 500.0}, steps=2))
+    run_on_ranks(_job(tmp_path, data, model={"experts": {**EXPERTS, "top_k": 1}, "rope": {"theta": 500.0}}, steps=2))
     capsys.readouterr()
 
     def refused(status, told, *others, output=tmp_path / "mean"):
@@ -82,8 +82,8 @@ def test_other_models_are_refused_by_what_differs(runs, data, tmp_path, capsys):
         return error
 
     error = refused(2, "are of different models: ", tmp_path / "run")
-    assert "model.rope_theta: 10000.0 and 500.0" in error
-    assert "'top_k': 1" in error
+    assert "model.rope: { theta = 10000.0 } and { theta = 500.0 }" in error
+    assert "{ top_k = 1 }" in error
     refused(2, "got 1 checkpoint, a mean needs two or more; name more")
     within = runs[0] / "checkpoints" / "mean"
     refused(2, f"--output: got {within}, lies among the checkpoints", runs[1], output=within)

@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from megamix.cli import main
-from megamix.config import ExpertsConfig, ModelConfig
+from megamix.config import ExpertsConfig, ModelConfig, RopeConfig, WindowConfig
 from megamix.data.tokenizer import END_OF_TEXT, Tokenizer
 from megamix.hub.convert import export_model, import_model
 from megamix.hub.links import format_of, formats
@@ -50,7 +50,7 @@ MIXTURE = ExpertsConfig(num_experts=4, top_k=2, ffn_hidden_size=16, score="sigmo
 @pytest.mark.parametrize(
     ("config", "told"),
     [
-        (GPT2.model_copy(update={"position": "rotary"}), "model.position is rotary, gpt2 has learned"),
+        (GPT2.model_copy(update={"rope": RopeConfig()}), "model.rope is a table, gpt2 has None"),
         (LLAMA.model_copy(update={"activation": "gelu"}), "model.activation is gelu, llama has swiglu"),
         (LLAMA.model_copy(update={"qk_norm": "head", "qkv_bias": True}), "model.qk_norm is head, qwen2 has none"),
         (LLAMA.model_copy(update={"experts": MIXTURE}), "the nearest: model.experts.score is sigmoid, mixtral has"),
@@ -161,20 +161,20 @@ def small(**keys):
 
 def test_a_format_does_not_lose_what_a_windows_layers_rotate_by():
     form = formats()["olmo3"]
-    longest = form.write(small(**OLMO, windows=[16, 0], window_rope_theta=30.0))
+    longest = form.write(small(**OLMO, window={"sizes": [16, 0], "rope_theta": 30.0}))
     again = form.read({"model_type": "olmo3", **longest})
-    assert (again.windows, again.window_rope_theta) == ((16, 0), 30.0)  # though no window is shorter than a sequence
+    assert again.window == WindowConfig(sizes=(16, 0), rope_theta=30.0)  # though no window is shorter than a sequence
     with pytest.raises(ValueError, match="no family of Hugging Face"):
-        format_of(small(**OLMO, windows=[4, 0], rope_scaling=YARN))
-    assert format_of(small(**OLMO, windows=[4, 0], rope_scaling=YARN, window_rope_theta=1e4)) is form
+        format_of(small(**OLMO, window={"sizes": [4, 0]}, rope={"scaling": YARN}))
+    assert format_of(small(**OLMO, window={"sizes": [4, 0], "rope_theta": 1e4}, rope={"scaling": YARN})) is form
 
 
 def test_keys_that_say_the_same_in_other_words_are_in_no_format_s_way():
     for form, keys in (
-        ("mistral", {"windows": [4, 4], "window_rope_theta": 1e4}),
-        ("mistral", {"windows": [16]}),  # as long as any sequence
-        ("llama", {"windows": [0], "attention_scale": 6**-0.5}),
-        ("smollm3", {"unrotated_layers": [1, 0]}),
+        ("mistral", {"window": {"sizes": [4, 4], "rope_theta": 1e4}}),
+        ("mistral", {"window": {"sizes": [16]}}),  # as long as any sequence
+        ("llama", {"window": {"sizes": [0]}, "attention_scale": 6**-0.5}),
+        ("smollm3", {"rope": {"unrotated_layers": [1, 0]}}),
         ("granite", {"attention_scale": 2.0}),  # gemma's whole number cannot say it
     ):
         assert format_of(small(**keys)).model_type == form

@@ -83,8 +83,8 @@ def _shrunken(path):
     small |= {"num_layers": layers, "ffn_hidden_size": 48, "head_dim": 16}
     if model.num_kv_heads is not None:
         small["num_kv_heads"] = max(1, 4 * model.num_kv_heads // model.num_heads)
-    if model.windows:
-        small |= {"windows": [8, 0][:layers]}
+    if model.window:
+        small |= {"window.sizes": [8, 0][:layers]}
     if model.experts is not None:
         small |= {"experts.num_experts": 4, "experts.top_k": 2, "experts.ffn_hidden_size": 24}
     alone = [f"parallelism.{axis}_size=1" for axis in ("tp", "pp", "cp", "ep")]

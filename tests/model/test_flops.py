@@ -16,7 +16,7 @@ from megamix.parallel.stages import plan_stages
 
 SIZES = {"vocab_size": 97, "seq_len": 12, "hidden_size": 32, "num_layers": 3, "num_heads": 4}
 CONFIGS = [
-    {"activation": "gelu", "position": "learned", "norm": "layernorm", "bias": True},
+    {"activation": "gelu", "rope": False, "norm": "layernorm", "bias": True},
     {"num_kv_heads": 1, "bias": True, "ffn_hidden_size": 40, "tie_embeddings": False},
     {"num_kv_heads": 2, "head_dim": 20, "qk_norm": "head"},
     {"qkv_bias": False, "bias": True},
@@ -71,7 +71,7 @@ def test_a_configuration_has_its_family_s_published_parameters_and_starts_on_8_d
 
 
 def test_a_window_counts_the_pairs_of_query_and_key_that_it_leaves():
-    whole, windowed = (flops_per_token(config_of(windows=windows)) for windows in ((), (5, 0, 0)))
+    whole, windowed = (flops_per_token(config_of(window=window)) for window in (None, {"sizes": (5, 0, 0)}))
     # A query of the first layer sees 1, 2, 3, 4 and then 5 keys of 12; each pair costs four products and their
     # gradients, 12 operations an element, and what is counted is twice the causal half less the diagonal's.
     pairs = 1 + 2 + 3 + 4 + 8 * 5

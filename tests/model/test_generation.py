@@ -33,12 +33,12 @@ def test_greedy_text_is_the_likeliest_token_of_each_window():
         assert torch.equal(tokens[:, end], logits.argmax(-1))
 
 
-@pytest.mark.parametrize("position", ["rotary", "learned"])
+@pytest.mark.parametrize("rope", [{}, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_kept_keys_and_values_give_the_logits_of_the_whole_text(dtype, position):
+def test_kept_keys_and_values_give_the_logits_of_the_whole_text(dtype, rope):
     torch.manual_seed(0)
     sizes = {"vocab_size": 31, "seq_len": 12, "hidden_size": 16, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
-    model = Transformer(ModelConfig(**sizes, position=position, qk_norm="head", init_std=0.3)).to(dtype).eval()
+    model = Transformer(ModelConfig(**sizes, rope=rope, qk_norm="head", init_std=0.3)).to(dtype).eval()
     tokens = torch.randint(31, (3, 12))
     cache = KeyValueCache(model.config.num_layers, 12)
     with torch.no_grad():

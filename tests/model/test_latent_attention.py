@@ -32,7 +32,7 @@ CASES = {  # our keys, and transformers'
     "biases": ({"bias": True}, {"attention_bias": True}),
     "wide values": ({"latent_attention": LATENT | {"value_dim": 16}}, {"v_head_dim": 16}),
     "yarn": (
-        {"rope_scaling": YARN, "attention_scale": MSCALE**2 / math.sqrt(12)},
+        {"rope": {"scaling": YARN}, "attention_scale": MSCALE**2 / math.sqrt(12)},
         {
             "rope_parameters": {
                 "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8, "rope_theta": 10000.0,
@@ -91,7 +91,7 @@ def test_the_outputs_are_those_of_deepseek_v3(case):
     x = torch.randn(2, config.seq_len, config.hidden_size)
     positions = torch.arange(config.seq_len)[None]
     mask = torch.full((config.seq_len, config.seq_len), -math.inf).triu(1)[None, None]
-    table = RotaryTable(config.seq_len, latent.rotary_dim, config.rope_theta, config.rope_scaling)
+    table = RotaryTable(config.seq_len, latent.rotary_dim, config.rope.theta, config.rope.scaling)
     with torch.no_grad():
         want, _ = theirs(x, DeepseekV3RotaryEmbedding(theirs.config)(x, positions), mask)
         got = ours(x, table(config.seq_len), None, None)
@@ -115,7 +115,7 @@ def test_a_cache_gives_the_logits_of_the_whole_text_and_packed_documents_those_a
 
 
 def test_unrotated_layers_and_learned_positions_turn_nothing():
-    for changes in ({"position": "learned"}, {"unrotated_layers": (0, 1)}):
+    for changes in ({"rope": False}, {"rope": {"unrotated_layers": (0, 1)}}):
         torch.manual_seed(0)
         model = Transformer(config_of(**changes, init_std=0.3)).double()
         attention = model.blocks[0].attention

@@ -14,9 +14,9 @@ from tests.model.rounding import FP16_WIDE, UNIT
 SEQ_LEN, VOCAB = 48, 83
 LLAMA3 = {"rule": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_seq_len": 16}
 FAMILIES = {
-    "gpt2": {"norm": "layernorm", "position": "learned", "activation": "gelu_tanh", "bias": True},
-    "llama3": {"num_kv_heads": 2, "rope_scaling": LLAMA3, "tie_embeddings": False},
-    "qwen2": {"num_kv_heads": 2, "qkv_bias": True, "rope_scaling": {"rule": "linear", "factor": 3.0}},
+    "gpt2": {"norm": "layernorm", "rope": False, "activation": "gelu_tanh", "bias": True},
+    "llama3": {"num_kv_heads": 2, "rope": {"scaling": LLAMA3}, "tie_embeddings": False},
+    "qwen2": {"num_kv_heads": 2, "qkv_bias": True, "rope": {"scaling": {"rule": "linear", "factor": 3.0}}},
     "qwen3": {"num_kv_heads": 1, "qk_norm": "head", "head_dim": 16},
 }
 # Documents of each row as (first position, tokens); one goes on from the sequence before, one is a single token.

@@ -15,7 +15,7 @@ TOKENS = torch.randint(VOCAB, (BATCH, SEQ_LEN + 1), generator=torch.Generator().
 POSITIONS = torch.cat((torch.arange(7), torch.arange(SEQ_LEN - 7))).expand(BATCH, -1)
 LATENT = {"kv_rank": 12, "query_rank": 20, "unrotated_dim": 8, "rotary_dim": 4, "value_dim": 10}
 FAMILIES = {
-    "gpt2": {"norm": "layernorm", "position": "learned", "activation": "gelu_tanh", "bias": True, "dropout": 0.1},
+    "gpt2": {"norm": "layernorm", "rope": False, "activation": "gelu_tanh", "bias": True, "dropout": 0.1},
     "llama": {"num_kv_heads": 2, "ffn_hidden_size": 72},
     "latent": {"latent_attention": LATENT},
     "qwen3": {"num_kv_heads": 1, "qk_norm": "head", "head_dim": 16, "dropout": 0.2},

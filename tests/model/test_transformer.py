@@ -39,7 +39,7 @@ def batch():
 
 VARIANTS = [
     {},
-    {"norm": "layernorm", "position": "learned", "activation": "gelu", "bias": True, "tie_embeddings": False},
+    {"norm": "layernorm", "rope": False, "activation": "gelu", "bias": True, "tie_embeddings": False},
     {"num_kv_heads": 2, "norm": "layernorm", "bias": False},
     {"num_kv_heads": 1, "bias": True, "ffn_hidden_size": 40},
     {"experts": {"num_experts": 4, "top_k": 4, "ffn_hidden_size": 24}},  # all, for in half a token may choose others
@@ -75,7 +75,7 @@ def test_the_loss_of_a_new_model_is_that_of_a_uniform_guess():
 
 
 def test_initial_values_follow_the_seed_the_config_and_the_depth():
-    changes = {"num_layers": 8, "bias": True, "norm": "layernorm", "init_std": 0.05, "position": "learned"}
+    changes = {"num_layers": 8, "bias": True, "norm": "layernorm", "init_std": 0.05, "rope": False}
     model, again = (model_of(hidden_size=256, **changes) for _ in range(2))
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
@@ -127,7 +127,7 @@ def test_dropout_zeroes_its_share_keeps_the_mean_and_rests_outside_training(dtyp
 
 
 def test_rotary_tables_stay_fp32_whatever_the_model_is_cast_to():
-    model, fresh = model_of(rope_theta=50.0), RotaryTable(SEQ_LEN, 8, 50.0)
+    model, fresh = model_of(rope={"theta": 50.0}), RotaryTable(SEQ_LEN, 8, 50.0)
     model.half().bfloat16().double()
     angles = [5 * 50 ** (-i / 8) for i in (0, 2, 4, 6)]
     for name, function in (("cos", math.cos), ("sin", math.sin)):
@@ -170,7 +170,7 @@ def test_a_sequence_longer_than_the_model_is_refused_with_the_way_out():
     ("changes", "message"),
     [
         ({"hidden_size": 30}, "hidden_size: got 30, must divide by num_heads 4; write hidden_size = 32"),
-        ({"hidden_size": 20}, "head size of 5, but rotary positions turn pairs and need an even one; write position ="),
+        ({"hidden_size": 20}, "head size of 5, but rotary positions turn pairs and need an even one; write rope ="),
         ({"num_kv_heads": 3}, "num_kv_heads: got 3, must divide num_heads 4; write num_kv_heads = 2"),
     ],
 )

@@ -48,7 +48,7 @@ def test_attention_is_its_equation_with_its_gradients(rule, packed):
             torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("more", [{"windows": [5, 0]}, {"windows": [5], "attention_softcap": 2.0}])
+@pytest.mark.parametrize("more", [{"window": {"sizes": [5, 0]}}, {"window": {"sizes": [5]}, "attention_softcap": 2.0}])
 def test_a_document_is_alone_in_a_packed_sequence_and_in_generation(more):
     torch.manual_seed(0)
     model = Transformer(ModelConfig(**SIZES, **more))
@@ -67,7 +67,7 @@ def test_a_document_is_alone_in_a_packed_sequence_and_in_generation(more):
 def test_a_gpu_s_kernels_get_the_window():
     """On a GPU in half, whole sequences with windows are borders, too."""
     torch.manual_seed(0)
-    model, whole = (Transformer(ModelConfig(**SIZES, windows=windows)).bfloat16() for windows in ([5, 0], []))
+    model, whole = (Transformer(ModelConfig(**SIZES, window=window)).bfloat16() for window in ({"sizes": [5, 0]}, None))
     whole.load_state_dict(model.state_dict())
     tokens = torch.randint(32, (2, T))
     with torch.no_grad():
@@ -105,7 +105,7 @@ def test_each_kind_of_layer_has_room_for_its_compiled_graphs():
     """Dynamo counts the graphs of all blocks together, and leaves those beyond its limit uncompiled."""
     Transformer(ModelConfig(**SIZES, compile=True))
     assert torch._dynamo.config.recompile_limit == 8
-    Transformer(ModelConfig(**SIZES | {"num_layers": 4}, windows=[5, 0, 7], compile=True))
+    Transformer(ModelConfig(**SIZES | {"num_layers": 4}, window={"sizes": [5, 0, 7]}, compile=True))
     assert torch._dynamo.config.recompile_limit == 3 * 8
 
 

@@ -16,7 +16,7 @@ from megamix.tools.verify.core.observed_step import rank_device
 
 VOCAB, SEQ_LEN, BATCH, STEPS = 64, 16, 2, 2
 ROUNDINGS = 32  # see first_difference
-GPT = {"norm": "layernorm", "position": "learned", "activation": "gelu", "bias": True}
+GPT = {"norm": "layernorm", "rope": False, "activation": "gelu", "bias": True}
 LLAMA = {"num_kv_heads": 2, "ffn_hidden_size": 64, "qk_norm": "head"}
 # An eps of the gradients' size: where both moments are far below it, as of a gradient that is zero but for rounding,
 # AdamW would turn a rounding into a whole step.

@@ -15,8 +15,8 @@ from tests.tools.verify.jobs import make_config
 
 LATENT = {"kv_rank": 12, "query_rank": 20, "unrotated_dim": 8, "rotary_dim": 4, "value_dim": 10}
 SETTINGS = {
-    "yarn": {"rope_scaling": {"rule": "yarn", "factor": 4.0, "original_seq_len": 16}},
-    "unrotated": {"unrotated_layers": [1]},
+    "yarn": {"rope": {"scaling": {"rule": "yarn", "factor": 4.0, "original_seq_len": 16}}},
+    "unrotated": {"rope": {"unrotated_layers": [1]}},
     "norm over all heads": {"qk_norm": "all"},
     "norms of outputs": {"norm_place": "after"},
     "latents": {"num_kv_heads": None, "latent_attention": LATENT, "recompute": "selective"},
@@ -26,13 +26,12 @@ SETTINGS = {
     "latents of keys": {
         "num_kv_heads": None,
         "latent_attention": {**LATENT, "query_rank": None, "value_dim": 16},
-        "windows": [5, 0],
-        "window_rope_theta": 100.0,
+        "window": {"sizes": [5, 0], "rope_theta": 100.0},
     },
-    "windows": {"windows": [5, 0]},
-    "windows with their own wavelengths": {"windows": [5, 0], "window_rope_theta": 100.0},
-    "rotary dim": {"rotary_dim": 4},
-    "capped scores": {"windows": [5, 0], "attention_softcap": 2.0},
+    "windows": {"window": {"sizes": [5, 0]}},
+    "windows with their own wavelengths": {"window": {"sizes": [5, 0], "rope_theta": 100.0}},
+    "rotary dim": {"rope": {"dim": 4}},
+    "capped scores": {"window": {"sizes": [5, 0]}, "attention_softcap": 2.0},
     "capped logits": {"logit_softcap": 1.0, "z_loss": 0.01},
     "gated attention": {"attention_gate": True, "activation": "relu2"},
     "Gemma's norms": {"norm": "rmsnorm_1p", "qk_norm": "head", "norm_place": "both", "activation": "geglu"},
@@ -60,7 +59,7 @@ def test_each_setting_passes_verify_on_a_divided_mesh(run_ranks):
 
 
 def test_windows_end_at_documents_whose_positions_ranks_divide(run_ranks):
-    config = make_config("cp2", dtype="fp16", packing="documents", model={"windows": [5, 0], "seq_len": 32})
+    config = make_config("cp2", dtype="fp16", packing="documents", model={"window": {"sizes": [5, 0]}, "seq_len": 32})
     (verdict,) = judged_layouts(run_ranks, 2, [config])
     assert verdict.differences == []
 
@@ -90,5 +89,5 @@ def test_a_norm_over_all_heads_is_not_divided(tmp_path):
 
 def test_an_unrotated_layer_is_one_of_the_model():
     sizes = {"vocab_size": 8, "seq_len": 8, "hidden_size": 8, "num_layers": 2, "num_heads": 2}
-    (problem,) = model_problems(ModelConfig(**sizes, unrotated_layers=(2,)))
-    assert problem == "model.unrotated_layers: got [2], but num_layers is 2; write layers from 0 to 1"
+    (problem,) = model_problems(ModelConfig(**sizes, rope={"unrotated_layers": (2,)}))
+    assert problem == "model.rope.unrotated_layers: got [2], but num_layers is 2; write layers from 0 to 1"

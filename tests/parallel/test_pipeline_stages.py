@@ -16,7 +16,7 @@ from megamix.parallel.build import build_model, drawn
 from megamix.parallel.stages import Stage, describe_stages, plan_stages
 
 MODELS = {
-    "gpt": {"norm": "layernorm", "position": "learned", "activation": "gelu", "bias": True},
+    "gpt": {"norm": "layernorm", "rope": False, "activation": "gelu", "bias": True},
     "llama": {"num_kv_heads": 2, "qk_norm": "head"},
 }
 

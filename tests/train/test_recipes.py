@@ -30,7 +30,7 @@ def _shrunken(name, folder, data):
     model, training, parallel = whole.model, whole.training, whole.parallelism
     ramp = [[2 * number, 4 * 2**number] for number in range(len(training.batch_ramp))]
     small = {
-        "model.num_layers": len(model.windows) or 2,
+        "model.num_layers": len(model.window.sizes) if model.window else 2,
         "data.train": str(data / "train"),
         "data.valid": str(data / "valid"),
         "optimizer.lr": min(whole.optimizer.lr, 2e-3),  # the speed run's is for its width
@@ -43,8 +43,8 @@ def _shrunken(name, folder, data):
     }
     if model.num_kv_heads is not None:
         small["model.num_kv_heads"] = 4 * model.num_kv_heads // model.num_heads
-    if model.windows:
-        small["model.windows"] = [min(window, 8) for window in model.windows]
+    if model.window:
+        small["model.window.sizes"] = [min(size, 8) for size in model.window.sizes]
     if whole.lr_schedule.decay_steps is not None:
         small["lr_schedule.decay_steps"] = 3
     if whole.optimizer.schedules.momentum is not None:

@@ -37,7 +37,7 @@ def small_model(width: int, layers: int) -> ModelConfig:
         num_layers=layers,
         num_heads=2,
         qkv_bias=True,
-        position="learned",
+        rope=None,
         tie_embeddings=False,
     )
 

@@ -33,7 +33,7 @@ from megamix.tools.verify.layouts.layout_lines import verify_layout
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
 STEPS, FEW = 20, 6
-_SWIGLU = {"activation": "swiglu", "norm": "rmsnorm", "position": "rotary", "num_kv_heads": 2}
+_SWIGLU = {"activation": "swiglu", "norm": "rmsnorm", "rope": {}, "num_kv_heads": 2}
 _FP16: dict[str, Any] = {"dtype": "fp16", "loss_scale": {"rule": "static", "init_scale": 1024.0}}
 _EXPERTS = {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 64, "shared_ffn_hidden_size": 64, "dense_layers": 1}
 # Settings that one rank verifies, by name: keys on top of doctor's job.
@@ -42,7 +42,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "fp16, gelu": {"precision": _FP16, "model": {"activation": "gelu", "compile": True}},
     "compiled": {"model": {**_SWIGLU, "compile": True, "recompute": "selective"}},
     "packed": {"model": {**_SWIGLU, "compile": True}, "data": {"packing": "documents"}},
-    "windows": {"model": {**_SWIGLU, "windows": [16, 0]}},
+    "windows": {"model": {**_SWIGLU, "window": {"sizes": [16, 0]}}},
     "rowwise": {"model": {**_SWIGLU, "compile": True}, "precision": {"fp8": {"recipe": "rowwise"}}},
     "tensorwise": {"model": _SWIGLU, "precision": {"fp8": {"recipe": "tensorwise", "weight_grad": "fp8"}}},
     "experts": {"model": {**_SWIGLU, "experts": _EXPERTS}},

@@ -191,7 +191,7 @@ class _Step:
     def _attention(self) -> Passes:
         """Return the seconds of a layer's scores and weighted sums, which have no weights."""
         model, width = self.model, sizes.head_dim(self.model)
-        layers = range(model.num_layers if model.windows else 1)  # without windows all are alike
+        layers = range(model.num_layers if model.window else 1)  # without windows all are alike
         counted = sum(sizes.attention_flops(model, layer, 2 * self.query) for layer in layers) / len(layers)
         # Forward has four of the twelve parts that the FLOP rule counts, and computes only the causal half of them.
         operations = self.tokens / self.job.tp * counted / 6
@@ -207,7 +207,7 @@ class _Step:
     def _between(self) -> tuple[float, float]:
         """Return the seconds of a layer's operations between products: forward, backward."""
         model, cost = self.model, self.cost
-        rotated = self.query + self.key if model.position == "rotary" else 0
+        rotated = self.query + self.key if model.rope else 0
         summed = 2 * (not self.job.fused_projections) + self.gated
         middle, norms = cost.gate if self.gated else cost.activation, 4 if model.norm_place == "both" else 2
         inner = wide = self.ffn * (1 - self.expert_share)

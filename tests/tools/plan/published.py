@@ -87,7 +87,7 @@ def _row(row, models, fitted):
         num_kv_heads=kv_heads,
         ffn_hidden_size=ffn,
         activation="swiglu" if gated else "gelu",
-        position="rotary" if gated else "learned",
+        rope={} if gated else False,
         vocab_size=vocab,
         tie_embeddings=tied,
         seq_len=row["seq"],

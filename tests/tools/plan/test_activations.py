@@ -16,7 +16,7 @@ from tests.model.kept_bytes import kept_bytes_per_token
 SMALL = {"vocab_size": 300, "seq_len": 40, "hidden_size": 48, "num_heads": 4}
 VARIANTS = {
     "llama": {"num_kv_heads": 2, "qk_norm": "head", "tie_embeddings": False},
-    "gpt": {"norm": "layernorm", "activation": "gelu", "position": "learned", "bias": True, "dropout": 0.1},
+    "gpt": {"norm": "layernorm", "activation": "gelu", "rope": False, "bias": True, "dropout": 0.1},
     "selective recompute": {"recompute": "selective", "num_kv_heads": 2},
     "full recompute": {"recompute": "full", "tie_embeddings": False},
     "full recompute of the first layers": {"recompute": {"full": 3}},

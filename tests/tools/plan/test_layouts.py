@@ -33,7 +33,7 @@ def search(config, limit=int(HARDWARE.memory_bytes) - RESERVED):
 
 
 NAMES = ["gpt2-124m", "llama3.2-1b", "qwen3-0.6b", "qwen3-30b-a3b", "gemma3-270m", "llama3.1-8b"]
-MODEL = {"num_layers": [4, 8, 12], "seq_len": [256, 1024, 4096], "compile": [True, False], "windows": [()]}
+MODEL = {"num_layers": [4, 8, 12], "seq_len": [256, 1024, 4096], "compile": [True, False], "window": [None]}
 PARALLELISM = {
     "tp": [1, 1, 2, 4],
     "pp": [1, 1, 2, 4],

@@ -49,7 +49,7 @@ def _pipeline(schedule, size=2):
 
 BF16, FP32, HALF_SUMS = {"dtype": "bf16"}, {"dtype": "fp32"}, {"reduce_dtype": "half_fp32_sum"}
 GPT = {
-    "norm": "layernorm", "activation": "gelu_tanh", "position": "learned", "bias": True, "hidden_size": 64,
+    "norm": "layernorm", "activation": "gelu_tanh", "rope": False, "bias": True, "hidden_size": 64,
     "vocab_size": 2048,
 }  # fmt: skip
 LARGE = {"tie_embeddings": False, "num_layers": 4, "vocab_size": 2048}
@@ -65,7 +65,7 @@ SOME = {
     "gpt bf16, two ranks": ("dp2", GPT | BF16),
     "fp16, heads divided in attention": ("cp2", HEADS),
     "windows in some layers, fp32, positions divided, recompute": (
-        "cp2", {"windows": [16, 0], "num_layers": 4} | AGAIN | FP32,
+        "cp2", {"window": {"sizes": [16, 0]}, "num_layers": 4} | AGAIN | FP32,
     ),
     "wide vocabulary, fp32 gradients, two stages": (
         "pp2",
@@ -83,8 +83,8 @@ MORE = {
     "bf16, heads divided in attention, recompute": ("cp2", GPT | AGAIN | BF16 | HEADS),
     "fp16, capped scores and logits, gates and the norms of Gemma": (
         "dp2",
-        {"windows": [16, 0], "num_layers": 4, "attention_softcap": 5.0, "logit_softcap": 5.0, "norm": "rmsnorm_1p",
-         "norm_place": "both", "attention_gate": True, "activation": "geglu", "z_loss": 1e-4},
+        {"window": {"sizes": [16, 0]}, "num_layers": 4, "attention_softcap": 5.0, "logit_softcap": 5.0,
+         "norm": "rmsnorm_1p", "norm_place": "both", "attention_gate": True, "activation": "geglu", "z_loss": 1e-4},
     ),
     "llama with few kv heads, untied, fp32 sums, divided": (
         "tp2sp", {"num_kv_heads": 2, "tie_embeddings": False, "num_layers": 6, "bucket_size": 100_000} | HALF_SUMS,

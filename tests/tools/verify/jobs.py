@@ -11,7 +11,7 @@ from tests.tools.verify.engine_bugs import FAMILY
 
 FAMILIES = {
     "llama": {"num_kv_heads": 4},
-    "gpt": {"norm": "layernorm", "activation": "gelu_tanh", "position": "learned", "bias": True},
+    "gpt": {"norm": "layernorm", "activation": "gelu_tanh", "rope": False, "bias": True},
     "per_head": {"family": "per_head", "num_kv_heads": 4},
 }
 EXPERTS = {

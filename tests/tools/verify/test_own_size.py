@@ -8,8 +8,8 @@ from tests.model.their_models import SEQ_LEN, write_config
 from tests.tools.verify.catalogue.run import judged_layouts
 from tests.tools.verify.jobs import make_config
 
-LONG = {"seq_len": 64, "windows": [64, 0]}
-YARN = {"rope_scaling": {"rule": "yarn", "factor": 4.0}}
+LONG = {"seq_len": 64, "window": {"sizes": [64, 0]}}
+YARN = {"rope": {"scaling": {"rule": "yarn", "factor": 4.0}}}
 
 
 def test_a_rank_that_ignores_a_long_window_is_named(run_ranks):
@@ -26,16 +26,16 @@ def test_a_rank_that_ignores_a_long_window_is_named(run_ranks):
 @pytest.mark.parametrize(
     ("model", "overrides", "told"),
     [
-        (LONG, [], "model.seq_len=24 model.windows=[8, 0]"),
-        (LONG | {"windows": [64, 5]}, [], "model.seq_len=24 model.windows=[8, 5]"),
-        (LONG, ["model.windows=[64, 0]"], "model.seq_len=24 model.windows=[64, 0]"),
-        (LONG, ["model.seq_len=64"], "model.seq_len=64 model.windows=[21, 0]"),
-        ({"seq_len": 2, "windows": [2]}, [], "model.seq_len=2 model.windows=[1]"),
-        (LONG | {"windows": [0]}, [], "model.seq_len=24"),
-        (YARN, [], "model.seq_len=8 model.rope_scaling.original_seq_len=8"),
-        (YARN, ["model.rope_scaling.original_seq_len = 8192"],
-         "model.seq_len=8 model.rope_scaling.original_seq_len=8192"),
-        ({"rope_scaling": {"rule": "linear", "factor": 4.0}}, [], "model.seq_len=8"),
+        (LONG, [], "model.seq_len=24 model.window.sizes=[8, 0]"),
+        (LONG | {"window": {"sizes": [64, 5]}}, [], "model.seq_len=24 model.window.sizes=[8, 5]"),
+        (LONG, ["model.window.sizes=[64, 0]"], "model.seq_len=24 model.window.sizes=[64, 0]"),
+        (LONG, ["model.seq_len=64"], "model.seq_len=64 model.window.sizes=[21, 0]"),
+        ({"seq_len": 2, "window": {"sizes": [2]}}, [], "model.seq_len=2 model.window.sizes=[1]"),
+        (LONG | {"window": {"sizes": [0]}}, [], "model.seq_len=24"),
+        (YARN, [], "model.seq_len=8 model.rope.scaling.original_seq_len=8"),
+        (YARN, ["model.rope.scaling.original_seq_len = 8192"],
+         "model.seq_len=8 model.rope.scaling.original_seq_len=8192"),
+        ({"rope": {"scaling": {"rule": "linear", "factor": 4.0}}}, [], "model.seq_len=8"),
     ],
 )  # fmt: skip
 def test_what_reaches_beyond_a_sequence_is_shortened_and_told(model, overrides, told):

@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from megamix import tuned
-from megamix.config import Config, DecoderConfig, ModelConfig, TransformersConfig
+from megamix.config import Config, DecoderConfig, Llama3Scaling, ModelConfig, TransformersConfig, YarnScaling
 
 # Longer sequences and larger batches prove nothing more. 2, 3, 4, 6, 8 and 12 ranks divide 24 positions evenly.
 SEQ_LEN, MICRO_BATCH_SIZE = 24, 2
+_SIZES, _EARLIER = "model.window.sizes", "model.rope.scaling.original_seq_len"
 _THEIR_WINDOWS = ("sliding_window", "attention_chunk_size")  # in the config.json of transformers' families
 
 
@@ -30,9 +31,7 @@ def at_own_size(config: Config, overrides: Iterable[str], layouts: Sequence[str]
         # A product in FP8 takes tokens in multiples of 16, whatever part of a sequence ranks have.
         over_tokens = config.precision.fp8 is not None and config.precision.fp8.weight_grad == "fp8"
         config = config.with_keys(training={"micro_batch_size": 16 if over_tokens else MICRO_BATCH_SIZE})
-    shorter = _shortened(config.model, config.model.seq_len)
-    kept = {key for key in shorter if any(name.startswith(f"model.{key}") for name in given)}
-    return config.with_keys(model={key: value for key, value in shorter.items() if key not in kept})
+    return config.with_keys(model=_shortened(config.model, config.model.seq_len, given))
 
 
 def size_told(config: Config) -> str:
@@ -42,24 +41,31 @@ def size_told(config: Config) -> str:
     return f"at {' '.join(f'{key}={value}' for key, value in told.items())} (overrides take another size)"
 
 
-def _shortened(model: DecoderConfig, seq_len: int) -> dict[str, object]:
-    """Return the keys of [model] that reach beyond a sequence, with values that end within it. A window as long as the
-    sequence is none: ranks that ignored it would be right.
+def _shortened(model: DecoderConfig, seq_len: int, given: Collection[str]) -> dict[str, object]:
+    """Return the keys of [model] that reach beyond a sequence and are not `given`, with values that end within it. A
+    window as long as the sequence is none: ranks that ignored it would be right.
     """
+    reach = {key: size for key, size in _reach(model).items() if not _is_given(key, given)}
 
     def within(length: int) -> int:
         return length if length < seq_len else max(1, seq_len // 3)
 
     if isinstance(model, TransformersConfig):
-        windows = {key: within(size) for key, size in _reach(model).items()}
+        windows = {key: within(size) for key, size in reach.items()}
         return {"config_json": json.dumps(json.loads(model.config_json) | windows)} if windows else {}
     keys = dict[str, object]()
     if isinstance(model, ModelConfig):
-        keys["windows"] = tuple(map(within, model.windows))
-        if (scaling := model.rope_scaling) is not None:  # of 8192 positions, the first few are hardly stretched
-            earlier = {"original_seq_len": min(scaling.original_seq_len, seq_len)}
-            keys["rope_scaling"] = scaling.model_copy(update=earlier)
+        if model.window is not None and _SIZES in reach:
+            keys["window"] = model.window.model_copy(update={"sizes": tuple(map(within, reach[_SIZES]))})
+        if model.rope is not None and model.rope.scaling is not None and _EARLIER in reach:
+            earlier = {"original_seq_len": min(reach[_EARLIER], seq_len)}  # the first of 8192 are hardly stretched
+            keys["rope"] = model.rope.model_copy(update={"scaling": model.rope.scaling.model_copy(update=earlier)})
     return keys
+
+
+def _is_given(key: str, given: Collection[str]) -> bool:
+    """Return whether an override sets a key, or a table that it is in."""
+    return any(f"{key}.".startswith(f"{name}.") for name in given)
 
 
 def _reach(model: DecoderConfig) -> dict[str, Any]:
@@ -69,8 +75,9 @@ def _reach(model: DecoderConfig) -> dict[str, Any]:
         return {key: size for key, size in sizes.items() if size}
     found = dict[str, Any]()
     if isinstance(model, ModelConfig):
-        if any(model.windows):
-            found["model.windows"] = [*model.windows]
-        if model.rope_scaling is not None and model.rope_scaling.rule != "linear":
-            found["model.rope_scaling.original_seq_len"] = model.rope_scaling.original_seq_len
+        if model.window is not None and any(model.window.sizes):
+            found[_SIZES] = [*model.window.sizes]
+        scaling = model.rope and model.rope.scaling
+        if isinstance(scaling, Llama3Scaling | YarnScaling):
+            found[_EARLIER] = scaling.original_seq_len
     return found
