@@ -6,12 +6,11 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pydantic_core import from_json
-
-from megamix.durable import still_names
 
 HELD_BYTES = 16 << 20  # bytes of rows that wait for the disk; beyond them the oldest rows are lost
 LAST_WAIT_S = 3.0  # seconds at the end of a run for a disk that does not take the last rows
@@ -24,17 +23,12 @@ class LogFile:
     """File to which rows are appended. It holds whole rows at any time, in order. No method raises OSError.
 
     Rows that the disk does not take are held back, with one warning, and written once the disk takes them. A file that
-    somebody removed is made anew, with a warning.
+    somebody removed is made anew.
     """
 
-    def __init__(self, new_path: Callable[[], Path], head: bytes = b""):
-        """Start a log.
-
-        `new_path`: returns where the file is, or where a removed one is made anew. `head`: first bytes of a new file.
-        """
-        self._new_path, self._head = new_path, head
-        self.path = new_path()
-        self._descriptor: int | None = None
+    def __init__(self, path: Path, head: bytes = b""):
+        """Start a log. `head`: first bytes of a new file."""
+        self.path, self._head = path, head
         self._held = deque[bytes]()
         self._in_trouble = False
         self._late = self._lost = 0  # number of late and of lost rows since the trouble began
@@ -49,14 +43,7 @@ class LogFile:
 
     def sync(self) -> None:
         """Return once the disk has all rows that it takes."""
-        self._attempt(self._write_and_sync)
-
-    def size(self) -> int:
-        """Return the file's size in bytes, rows that are held back included."""
-        written = 0
-        with suppress(OSError):
-            written = self.path.stat().st_size
-        return written + sum(map(len, self._held))
+        self._attempt(partial(self._write, sync=True))
 
     def close(self, *, waits: bool = True) -> None:
         """Write the rest; if it `waits`, give a disk that does not take it a moment. Log how many rows are lost."""
@@ -68,7 +55,6 @@ class LogFile:
         if self._held:
             log.warning("%s: the last %d rows could not be written and are lost", self.path, len(self._held))
             self._held.clear()
-        self._close()
 
     def _attempt(self, work: Callable[[], None]) -> None:
         try:
@@ -83,42 +69,26 @@ class LogFile:
             log.warning("%s is written again: %d rows were late, %d are lost", self.path, self._late, self._lost)
             self._in_trouble, self._late, self._lost = False, 0, 0
 
-    def _write_and_sync(self) -> None:
-        self._write()
-        if self._descriptor is not None:
-            os.fsync(self._descriptor)
-
-    def _write(self) -> None:
-        while self._held:
-            descriptor = self._open()
-            whole = os.fstat(descriptor).st_size
-            rest = memoryview(self._held[0])
-            try:
-                while rest:  # write may take only a part
-                    rest = rest[os.write(descriptor, rest) :]
-            except BaseException:
-                os.ftruncate(descriptor, whole)  # readers of the log find whole rows meanwhile
-                raise
-            self._held.popleft()
-
-    def _open(self) -> int:
-        """Return the file's descriptor; a removed file is noticed here and made anew."""
-        if self._descriptor is not None and not still_names(self.path, self._descriptor):
-            log.warning("%s was removed while the run goes on; it is created again", self.path)
-            self._close()
-        if self._descriptor is None:
-            path = self._new_path()
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._descriptor, self.path = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666), path
-            if not os.fstat(self._descriptor).st_size:
-                self._held[0] = self._head + self._held[0]
-        return self._descriptor
-
-    def _close(self) -> None:
-        if self._descriptor is not None:
-            with suppress(OSError):
-                os.close(self._descriptor)
-        self._descriptor = None
+    def _write(self, *, sync: bool = False) -> None:
+        if not self._held and not (sync and self.path.exists()):
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+        try:
+            while self._held:
+                whole = os.fstat(descriptor).st_size
+                rest = memoryview(self._held[0] if whole else self._head + self._held[0])
+                try:
+                    while rest:  # write may take only a part
+                        rest = rest[os.write(descriptor, rest) :]
+                except BaseException:
+                    os.ftruncate(descriptor, whole)  # readers of the log find whole rows meanwhile
+                    raise
+                self._held.popleft()
+            if sync:
+                os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def parsed(line: bytes) -> dict[str, Any]:
@@ -130,17 +100,14 @@ def parsed(line: bytes) -> dict[str, Any]:
     return {}
 
 
-def cut_log(path: Path, size: int = -1, is_later: Callable[[bytes], bool] = lambda row: False) -> None:
-    """Drop a row that a crash left unfinished at the end of a log, and the rows that came after a checkpoint.
-
-    These are all bytes after `size`, if it is not -1, and rows at the end for which `is_later` is true: if rows were
-    lost or a file was made anew, `size` is too large.
+def cut_log(path: Path, is_later: Callable[[bytes], bool]) -> None:
+    """Drop a row that a crash left unfinished at the end of a log, and the rows there for which `is_later` is true.
     Raises: OSError.
     """
     if not path.exists():
         return
     with path.open("r+b") as file:
-        kept = file.read(size)
+        kept = file.read()
         end = kept.rfind(b"\n") + 1
         while end and is_later(kept[kept.rfind(b"\n", 0, end - 1) + 1 : end]):
             end = kept.rfind(b"\n", 0, end - 1) + 1

@@ -15,7 +15,7 @@ class EventFile:
     """New TensorBoard event file in `folder`: each scalar, histogram and text is one record.
 
     TensorBoard's own code frames the records. torch's SummaryWriter would write them in a thread, which ends at the
-    first error of a full disk, and would open its file by name again for each record.
+    first error of a full disk.
     """
 
     def __init__(self, folder: Path, first_step: int):
@@ -26,11 +26,9 @@ class EventFile:
 
         self._summary: Any = summary
         self._event_pb2, self._record_writer = event_pb2, RecordWriter
-
-        def new_path() -> Path:  # TensorBoard reads files in the order of their names
-            return folder / f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}.{os.getpid()}"
-
-        self._log = LogFile(new_path, head=self._records([{"file_version": "brain.Event:2"}]))
+        # TensorBoard reads files in the order of their names.
+        path = folder / f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}.{os.getpid()}"
+        self._log = LogFile(path, head=self._records([{"file_version": "brain.Event:2"}]))
         start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
         self._log.append(self._records([{"step": first_step, "session_log": start}]))
 

@@ -184,7 +184,7 @@ class MetricsWriter:
         """
         self._trackers, self._tokens = trackers, tokens
         self._events = EventFile(folder / "tensorboard", applied + 1) if tensorboard else None
-        self._logs = [LogFile(partial(Path, folder, name)) for name in LOGS]
+        self._logs = [LogFile(folder / name) for name in LOGS]
         self._metrics, self._set_aside, self._ranks = self._logs
         if self._events is not None and self._metrics.path.exists():
             # Attempts that overflow on the way to the next update are written under its number.
@@ -257,14 +257,12 @@ class MetricsWriter:
         self._metrics.append(_line({"step": step, TAGS["time"]: round(time.time(), 3), **seen, **row}))
         return seen
 
-    def sync(self) -> dict[str, int]:
-        """Return the bytes of each log, by name, once all rows so far are on the disk.
-
-        Rows that the disk does not take are held back and counted. TensorBoard's events are not waited for.
+    def sync(self) -> None:
+        """Return once all rows so far, but for those that the disk does not take, are on the disk. TensorBoard's events
+        are not waited for.
         """
         for log in self._logs:
             log.sync()
-        return {log.path.name: log.size() for log in self._logs}
 
     def close(self) -> None:
         for log in (*self._logs, self._events, *self._trackers):
@@ -275,7 +273,7 @@ class MetricsWriter:
 def cut_logs(folder: Path, progress: Progress) -> None:
     """Bring the logs back to their state at a checkpoint. Raises: OSError."""
     for name in LOGS:
-        cut_log(folder / name, progress.log_sizes.get(name, 0), partial(_is_later, name, progress))
+        cut_log(folder / name, partial(_is_later, name, progress))
 
 
 def _is_later(log: str, progress: Progress, line: bytes) -> bool:
@@ -286,6 +284,8 @@ def _is_later(log: str, progress: Progress, line: bytes) -> bool:
         count, last = attempt, progress.attempts - 1
     elif TAGS["valid_loss"] in row:
         last = progress.validated
+    elif TAGS["resumed"] in row:  # by a start that went on from this checkpoint
+        last -= 1
     elif is_overflow(row):  # the row is of an attempt on the way to that update
         count, last = TAGS["skipped_steps"], progress.skipped
     return bool(row.get(count, last) > last)

@@ -93,10 +93,7 @@ class Resume:
         if checkpoint is None:
             return
         lines = self._judge(checkpoint.path, checkpoint.manifest)
-        progress = Progress.read(checkpoint.manifest.run.progress)
-        if checkpoint.path.parent != self._folder:
-            progress = progress.model_copy(update={"log_sizes": {}})  # the saved sizes are those of another run's logs
-        self.start = Start(checkpoint, progress, lines)
+        self.start = Start(checkpoint, Progress.read(checkpoint.manifest.run.progress), lines)
 
 
 def find_checkpoint(folder: Path, resume: str, all_or_none: AllOrNone) -> Checkpoint | None:

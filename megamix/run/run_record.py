@@ -153,7 +153,7 @@ class Progress(PlanState):
     interval_losses: tuple[str, ...] = ()  # losses of the log interval so far, as float.hex
     validated: Count = 0  # the update after which the last validation was
     tokens: Count = 0  # tokens of all updates
-    log_sizes: dict[str, Count] = Field(default_factory=dict)  # bytes of each log at the save; the rest came later
+    log_sizes: dict[str, Count] = Field(default_factory=dict)  # of checkpoints of earlier versions; not read
 
     @staticmethod
     def read(values: Mapping[str, Any]) -> Progress:

@@ -15,7 +15,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -65,7 +64,7 @@ class Journal:
         self.starts = 0
         self.folder, self.ledger = folder, ledger
         self._reached, self._tell_ended = reached, ended
-        self._file = LogFile(partial(Path, folder, JOURNAL), head=sign_line({}))
+        self._file = LogFile(folder / JOURNAL, head=sign_line({}))
         self._rows = deque[Row]()  # that no thread has given to the file yet
         self._writing = threading.Lock()
         self._has_ended = False

@@ -101,14 +101,14 @@ class Trainer:
         while self.batch_plan.must_settle(until=0):
             with suppress(GaveUpError):  # a run that gives up has raised this error before
                 self._settle()
-        sizes = {} if self.writer is None else self.writer.sync()
+        if self.writer is not None:
+            self.writer.sync()
         return Progress(
             **dict(self.batch_plan.state()),
             skipped=self.overflows.count,
             interval_losses=tuple(loss.hex() for loss in self.report.losses),
             validated=self._validated,
             tokens=self.report.tokens,
-            log_sizes=sizes,
         )
 
     def train(self, leave: LeaveRequest) -> float | None:

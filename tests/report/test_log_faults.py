@@ -3,7 +3,6 @@ with the true exit status. A log holds whole rows in order, whatever its disk do
 file is written anew, and a later start doubles no row.
 """
 
-import itertools
 import os
 import random
 import shutil
@@ -25,7 +24,7 @@ STORIES = 2000 if MANY else 20
 
 
 def _log(folder):
-    return LogFile(lambda: folder / "log")
+    return LogFile(folder / "log")
 
 
 def _rows(count):
@@ -50,7 +49,6 @@ def test_no_row_is_lost_torn_or_doubled_by_a_disk_that_takes_it_later(tmp_path, 
                 written = (folder / "log").read_bytes() if (folder / "log").exists() else b""
                 # A reader finds whole rows at this moment, from the first on.
                 assert written == b"".join(rows[: written.count(b"\n")])
-                assert log.size() == len(b"".join(rows[: rows.index(row) + 1]))
             disk.fault = None
             log.close()
         assert (folder / "log").read_bytes() == b"".join(rows)
@@ -79,7 +77,6 @@ def test_what_is_held_back_is_bounded_and_what_is_lost_is_counted(tmp_path, monk
         disk.fault = BROKEN
         for row in _rows(5):  # 6 bytes each
             log.append(row)
-        assert log.size() == 12
         disk.fault = None
         log.append(b"the last\n")
         assert caplog.messages[-1].endswith("log is written again: 6 rows were late, 3 are lost")
@@ -97,7 +94,7 @@ def test_what_the_disk_never_takes_is_counted_at_the_end(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("with_its_folder", [False, True])
-def test_a_file_that_vanished_is_made_anew_and_told(tmp_path, caplog, with_its_folder):
+def test_a_file_that_vanished_is_made_anew(tmp_path, with_its_folder):
     path = tmp_path / "run/log"
     log = _log(path.parent)
     log.append(b"1\n")
@@ -105,7 +102,6 @@ def test_a_file_that_vanished_is_made_anew_and_told(tmp_path, caplog, with_its_f
     log.append(b"2\n")
     log.close()
     assert path.read_bytes() == b"2\n"
-    assert caplog.messages == [f"{path} was removed while the run goes on; it is created again"]
 
 
 def test_a_file_that_was_emptied_or_edited_goes_on(tmp_path):
@@ -123,14 +119,13 @@ def test_a_file_that_was_emptied_or_edited_goes_on(tmp_path):
 
 
 def test_a_new_file_begins_with_its_head(tmp_path):
-    numbers = itertools.count()
-    log = LogFile(lambda: tmp_path / str(next(numbers)), head=b"head ")
+    log = LogFile(tmp_path / "log", head=b"head ")
     log.append(b"1\n")
     log.append(b"2\n")
     log.path.unlink()
     log.append(b"3\n")
     log.close()
-    assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"head 3\n"]
+    assert log.path.read_bytes() == b"head 3\n"
 
 
 TRIALS = range(20 if MANY else 1)  # trials of each fault

@@ -12,10 +12,9 @@ def end_of(folder):
     """Return the results of the run in folder/run: weights, moments, scale, counters, place in the data, losses."""
     newest = checkpoints(folder / "run/checkpoints")[0]
     manifest = read_manifest(newest / "manifest.json")
-    progress = {key: value for key, value in manifest.run.progress.items() if key != "log_sizes"}
     return {
         "files": [(file.name, (newest / file.name).read_bytes()) for file in manifest.files],
-        "state": (manifest.applied_updates, manifest.skipped_steps, manifest.loss_scale, progress),
+        "state": (manifest.applied_updates, manifest.skipped_steps, manifest.loss_scale, manifest.run.progress),
         "metrics": metrics_of(folder),
     }
 
