@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from weakref import WeakValueDictionary
 
-from pydantic import JsonValue, ValidationError
+from pydantic import JsonValue
 
 from megamix.checkpoint.all_or_none import AllOrNone
 from megamix.checkpoint.folder import applied_updates, checkpoints
@@ -121,17 +122,10 @@ def _judge(progress: Mapping[str, JsonValue]) -> int | str:
     if not isinstance(progress, Mapping):
         return f"progress is a {type(progress).__name__}; give a dict of plain JSON, such as {{}}"
     for key, value in progress.items():
-        where, bad = str(key), value
-        try:
+        with suppress(ValueError):
             # The key "run" stands for the manifest around it: JSON readers limit the depth, so every level counts.
-            text = RunRecord(progress={"run": {key: value}}).model_dump_json()
-            if RunRecord.from_json(text).progress == {"run": {key: value}}:
+            record = RunRecord(progress={"run": {key: value}})
+            if RunRecord.from_json(record.model_dump_json()).progress == {"run": {key: value}}:
                 continue
-        except ValueError as error:
-            if isinstance(error, ValidationError):  # other errors describe the JSON text, which the caller never saw
-                first = error.errors()[0]
-                where, bad = ".".join(map(str, first["loc"][3::2])), first["input"]  # types stand between the keys
-        if isinstance(bad, float):
-            return f"progress.{where}: {bad} is no JSON number; write None"
-        return f"progress.{where}: JSON gives no such {type(bad).__name__} or key back; write plain JSON"
+        return f"progress.{key}: JSON does not give {value!r:.80} back; write plain JSON, and None for inf and nan"
     return zlib.crc32(json.dumps(dict(progress), sort_keys=True).encode())
