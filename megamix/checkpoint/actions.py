@@ -27,7 +27,7 @@ from megamix.config import ConfigError
 from megamix.durable import sync_directory
 
 
-def ls(path: Path, check: Check | None = None) -> Iterator[str]:
+def ls(path: Path, check: Check) -> Iterator[str]:
     """Yield a line for each checkpoint of a run or folder. It reads only names, manifests and sizes, so it is quick at
     any size.
     """
@@ -44,18 +44,18 @@ def ls(path: Path, check: Check | None = None) -> Iterator[str]:
         yield "  ".join(f"{text:{side}{width}}" for text, side, width in cells).rstrip()
 
 
-def verify(path: Path, check: Check | None = None) -> Iterator[str]:
-    """Check every byte. Yield a line for each good checkpoint, then raise DamagedCheckpoint with the problems of the
-    damaged ones.
+def verify(path: Path, check: Check) -> Iterator[str]:
+    """Check every byte. Yield a line for each good checkpoint, and one if it is refused, then raise DamagedCheckpoint
+    with the problems of the damaged ones.
     """
     problems = list[str]()
     for found in checkpoints_at(path):
         try:
-            good = verify_checkpoint(found, check)
-            manifest, refusal = good.manifest, f"; but refused: {good.refusal}" if good.refusal else ""
+            manifest = verify_checkpoint(found).manifest
             counts = Counter(states_text(manifest.states[param.state_set]) for param in manifest.params)
             held = "; ".join(f"{count} parameters, each with {states}" for states, count in counts.items())
-            yield f"{found.name}: good; {len(manifest.files)} files, {_size(found)}; {held}{refusal}"
+            yield f"{found.name}: good; {len(manifest.files)} files, {_size(found)}; {held}"
+            check(manifest)
         except ConfigError as error:
             yield f"{found.name}: refused: {error.problems[0]}"
         except DamagedCheckpoint as error:
@@ -64,7 +64,7 @@ def verify(path: Path, check: Check | None = None) -> Iterator[str]:
         raise DamagedCheckpoint(problems)
 
 
-def restore(path: Path, check: Check | None = None) -> Iterator[str]:
+def restore(path: Path) -> Iterator[str]:
     """Give a checkpoint that was set aside, or each such checkpoint of a run, its name back if every byte is good.
     Yield a line for each, then raise DamagedCheckpoint with the problems of the others. No run may use the folder
     meanwhile. Raises: also OSError.
@@ -81,7 +81,7 @@ def restore(path: Path, check: Check | None = None) -> Iterator[str]:
                 f"{target} is there already, so {entry.name} keeps its name; move one of the two elsewhere"
             )
         try:
-            verify_checkpoint(entry, check)
+            verify_checkpoint(entry)
             entry.rename(target)
             sync_directory(entry.parent)
             yield f"{entry.name}: is {target.name} again"
@@ -91,18 +91,18 @@ def restore(path: Path, check: Check | None = None) -> Iterator[str]:
         raise DamagedCheckpoint(problems)
 
 
-def export(path: Path, output: Path, check: Check | None = None) -> Iterator[str]:
+def export(path: Path, output: Path) -> Iterator[str]:
     """Write a checkpoint, or a run's newest checkpoint, as a folder of torch.distributed.checkpoint. Raises: also
     OSError.
     """
     from megamix.checkpoint.export_dcp import export_dcp  # torch.distributed.checkpoint takes half a second
 
-    checkpoint = verify_named(checkpoints_at(path)[0], check)
+    checkpoint = verify_named(checkpoints_at(path)[0])
     export_dcp(checkpoint, output)
     yield f"{output}: step {checkpoint.manifest.applied_updates}, {_size(output)}"
 
 
-def copy(path: Path, output: Path, check: Check | None = None) -> Iterator[str]:
+def copy(path: Path, output: Path) -> Iterator[str]:
     """Copy a checkpoint, or all of a run, into a folder that is like a run's. Yield a line for each, then raise
     DamagedCheckpoint with the problems of the damaged ones. No run may use `output` meanwhile. Raises: also OSError.
     """
@@ -118,7 +118,7 @@ def copy(path: Path, output: Path, check: Check | None = None) -> Iterator[str]:
         raise DamagedCheckpoint(problems)
 
 
-def _row(path: Path, check: Check | None) -> tuple[str, ...]:
+def _row(path: Path, check: Check) -> tuple[str, ...]:
     aside = restored(path) != path
     state = "whole, set aside: megamix checkpoint restore brings it back" if aside else "complete"
     step, layout, dated = "", "", path / MANIFEST
@@ -129,8 +129,7 @@ def _row(path: Path, check: Check | None) -> tuple[str, ...]:
         axes = manifest.layout.axes
         layout = " ".join(f"{axis} {size}" for axis, size in axes.items() if size > 1 or axis == "dp")
         step = str(manifest.applied_updates)
-        if check is not None:
-            check(manifest)
+        check(manifest)
     except ConfigError as error:
         state = f"{state}; refused: {error.problems[0]}"
     except (ValueError, OSError) as error:

@@ -64,7 +64,7 @@ def run_checkpoint(arguments: argparse.Namespace) -> Iterator[str]:
             arguments.output.mkdir(parents=True, exist_ok=True)
             stack.enter_context(run_lock(arguments.output, say))
             take_for_copies(arguments.output, arguments.path)
-        yield from action(*paths, check_if_run)
+        yield from action(*paths, *[check_if_run] * (arguments.action in ("ls", "verify")))
 
 
 def _average(arguments: argparse.Namespace) -> Iterator[str]:

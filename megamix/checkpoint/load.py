@@ -39,7 +39,6 @@ def read_on_all(path: Path, all_or_none: AllOrNone, check: Check | None = None) 
     refusal = ""
     try:
         checkpoint = read_checkpoint(path, check)
-        refusal = checkpoint.refusal
     except DamagedCheckpoint as error:
         problems = error.problems
     except ConfigError as error:

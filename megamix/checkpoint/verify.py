@@ -30,12 +30,9 @@ class Checkpoint:
     path: Path
     manifest: Manifest
     stored: dict[tuple[str, str], list[Stored]]  # by parameter and state
-    refusal: str = ""  # the reason why the present code refuses this undamaged checkpoint; empty: no refusal
 
 
-# A caller's own check of a manifest. It raises ValueError if the caller's program cannot have written the manifest, and
-# ConfigError if another version of that program may have written it.
-Check = Callable[[Manifest], None]
+Check = Callable[[Manifest], None]  # a caller's own check of a manifest; it raises ConfigError to refuse one
 
 
 def verify_checkpoint(path: Path, check: Check | None = None) -> Checkpoint:
@@ -72,7 +69,7 @@ def verify_named(path: Path, check: Check | None = None) -> Checkpoint:
 def read_checkpoint(path: Path, check: Check | None = None) -> Checkpoint:
     """Check everything but the tensors' bytes, which are verified by the code that reads them.
 
-    Raises: DamagedCheckpoint; ConfigError for a checkpoint of another version.
+    Raises: DamagedCheckpoint; ConfigError for a checkpoint of another version, or one that `check` refuses.
     """
     try:
         manifest = read_manifest(path / MANIFEST)
@@ -100,17 +97,14 @@ def read_checkpoint(path: Path, check: Check | None = None) -> Checkpoint:
         for (param, state), (shape, _) in wanted.items():
             if problem := tiling_problem([place.box for place in stored[param, state]], shape):
                 problems.append(f"{path}: {state} of {param}: {problem}")
-    refusal = ""
-    if not problems and check is not None:
+    if problems:
+        raise DamagedCheckpoint(problems)
+    if check is not None:
         try:
             check(manifest)
         except ConfigError as error:
-            refusal = f"{path}: {'; '.join(error.problems)}"
-        except ValueError as error:
-            problems.append(f"{path / MANIFEST}: {error}")
-    if problems:
-        raise DamagedCheckpoint(problems)
-    return Checkpoint(path, manifest, dict(stored), refusal)
+            raise ConfigError([f"{path}: {'; '.join(error.problems)}"], "job") from error
+    return Checkpoint(path, manifest, dict(stored))
 
 
 class BoxReader:

@@ -16,7 +16,7 @@ from megamix.checkpoint.boxes import Box, sub_boxes
 from megamix.checkpoint.folder import MANIFEST
 from megamix.checkpoint.manifest import AVERAGE, BUFFER, MASTER, DamagedCheckpoint, naming
 from megamix.checkpoint.verify import BoxReader, Checkpoint, verify_named
-from megamix.config import DecoderConfig
+from megamix.config import ConfigError, DecoderConfig
 from megamix.hub.hugging_face import HuggingFaceWeights
 from megamix.hub.place import find_model, is_hugging_face
 from megamix.hub.tokenizer_files import GENERATION, tokenizer_in
@@ -142,9 +142,10 @@ def open_source(path: Path, *, average: bool = False) -> Source:
         saved = weights.json.get("dtype") or weights.json.get("torch_dtype")
         dtype = _OF_TORCH.get(str(saved), "fp32")
         return Source(path, weights.config, weights, dtype, tokenizer_in(path))
-    checkpoint = verify_named(path, check_if_run)
-    if checkpoint.refusal:
-        raise ValueError(checkpoint.refusal)
+    try:
+        checkpoint = verify_named(path, check_if_run)
+    except ConfigError as error:
+        raise ValueError(error.problems[0]) from None
     if average and not any(AVERAGE in states for states in checkpoint.manifest.states):
         raise ValueError(none)
     return _of_checkpoint(checkpoint, AVERAGE if average else MASTER)
