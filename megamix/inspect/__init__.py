@@ -1,5 +1,6 @@
 """Inspection of an engine between steps, for the host.
 
+outcome       what a step gave, read on the host some attempts later
 records       the values that all ranks have recorded in a step
 replicas      the check that every half parameter, on every rank, is still the cast of its master
 culprits      parameter, rank and micro-batch behind an overflow

@@ -6,10 +6,9 @@ import math
 from collections import Counter, deque
 from collections.abc import Sequence
 
-from torch import Tensor
-
 from megamix.config import PrecisionConfig
 from megamix.inspect.culprits import Origins, ParamPeak, broken_masters, gather_origins, gather_peaks, headroom
+from megamix.inspect.outcome import Outcome
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.examination import layers_of
 from megamix.mixed_precision.step import Examination
@@ -149,41 +148,33 @@ class OverflowHistory:
         self._peaks = deque[list[ParamPeak]](maxlen=_KEPT)  # peaks of the last overflows
         self.origins = list[str]()  # origins of the last examined overflow, in words
 
-    def note(
-        self,
-        found_inf: bool,
-        loss: float,
-        loss_scale: float,
-        by_piece: Tensor,
-        peak_rows: Tensor,
-        examination: Examination | None,
-    ) -> str:
-        """Take an attempt's outcome; see StepResult. Return an overflow in words, else "". Every rank must call it."""
+    def note(self, outcome: Outcome, examination: Examination | None) -> str:
+        """Take an attempt's outcome. Return an overflow in words, else "". Every rank must call it."""
         attempts, overflows = 0, 0
-        if self._scales and self._scales[-1][0] == loss_scale:
+        if self._scales and self._scales[-1][0] == outcome.loss_scale:
             _, attempts, overflows = self._scales.pop()
-        self._scales.append((loss_scale, attempts + 1, overflows + found_inf))
-        if not found_inf:
+        self._scales.append((outcome.loss_scale, attempts + 1, overflows + outcome.found_inf))
+        if not outcome.found_inf:
             return ""
         self.count += 1
-        self._peaks.append(gather_peaks(self._engine, by_piece, peak_rows))
+        self._peaks.append(gather_peaks(self._engine, outcome.by_piece, outcome.peak_rows))
         if examination is not None:
             self.origins = origin_lines(self._peaks[-1], gather_origins(self._engine, examination))
-        return overflow_words(loss, self._peaks[-1])
+        return overflow_words(outcome.loss, self._peaks[-1])
 
     def faults(self) -> dict[str, str | None]:
         """Return the faults of the last overflow, by parameter."""
         return {peak.name: peak.fault for peak in culprits(self._peaks[-1])}
 
-    def spend(self, found_inf: bool, loss: float, attempts: int, applied: int) -> None:
+    def spend(self, outcome: Outcome, attempts: int, applied: int) -> None:
         """Count the attempt that was noted last, after `attempts` in all.
 
         Raises: GaveUpError once the budget is spent, on every rank at the same attempt.
         """
-        if (reason := self._reason_to_stop(found_inf)) is None:
+        if (reason := self._reason_to_stop(outcome.found_inf)) is None:
             return
         sections = {
-            "cause of the last overflow": [cause(loss, self._peaks[-1])],
+            "cause of the last overflow": [cause(outcome.loss, self._peaks[-1])],
             f"what overflowed, in the last {len(self._peaks)} overflows": culprit_table(self._peaks),
             "where the last examined one began": self.origins,
             "loss scale: overflows of attempts": [

@@ -1,7 +1,7 @@
 """Reports of a run, while it trains and afterwards.
 
 interval_report  the metrics of every run: their declarations, and their values of a log interval
-readout          what is read of single steps, on the host
+readout          what is read of single steps: recorded values, counts, the range by layer
 event_file       TensorBoard's event files
 metrics          a line on the console, in metrics.jsonl and in TensorBoard
 slow_ranks       the rule by which a rank or a node counts as slow

@@ -7,17 +7,15 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from megamix.supervise.console import format_scale
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from megamix.clock import Clock
-    from megamix.mixed_precision.step import Recorded
+    from megamix.inspect.outcome import Outcome
 
 # Where a metric stands in the log: in each line; in a detailed line's second line, ahead of the others or among them;
 # in its third line, of shares of the time.
@@ -77,21 +75,6 @@ class StepMetrics:
             if how["place"] == place and not left_out:
                 told.append(how["absent"] if value is None else how["words"](value))
         return [words for words in told if words]
-
-
-class Outcome(NamedTuple):
-    """Outcome of one attempt, on the host."""
-
-    loss: float  # nats per token, mean over the global batch
-    found_inf: bool
-    grad_norm: float
-    loss_scale: float  # loss scale that the attempt used
-    lr: float
-    stop_requested: int  # reason for which a rank wants to leave; 0: none does
-    by_piece: Tensor  # FP64 (2, pieces), as in StepResult
-    peak_rows: Tensor  # FP64 (2, pieces of experts), as in StepResult
-    recorded: Recorded  # as in StepResult
-    tallied: Mapping[str, Tensor]  # as in StepResult, FP64
 
 
 class IntervalReport:

@@ -1,5 +1,5 @@
-"""What is read of single steps, on the host: their outcomes, recorded values and counts, and FP16's range by layer from
-an examined one; and the device's peaks.
+"""What is read of single steps, on the host: their recorded values and counts, and FP16's range by layer from an
+examined one; and the device's peaks.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from megamix.comm.collectives import Collectives
 from megamix.comm.host import gather_json, host_collectives
 from megamix.comm.topology import Topology
 from megamix.inspect.culprits import headroom, peaks_by_param
+from megamix.inspect.outcome import Outcome
 from megamix.inspect.records import gather_recorded
 from megamix.machine import peak_resident
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.examination import EXPONENT_BIAS, layer_of
-from megamix.mixed_precision.step import Examination, Recorded, StepResult
+from megamix.mixed_precision.step import Examination
 from megamix.model.sizes import dense_peak
-from megamix.report.interval_report import Outcome
 from megamix.report.metrics import FIRST_EXPONENT, LAST_EXPONENT, LayerPrecision, recorded_tags
 
 
@@ -29,58 +29,6 @@ def peak_memory_gib(device: torch.device) -> float:
     """Return the peak of this rank's memory: allocated on its GPU, or resident on the host if it computes there."""
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_resident()
     return peak / 2**30
-
-
-_SCALARS = Outcome._fields[:-4]  # fields of a step's result in front of by_piece
-
-
-def _tables(result: StepResult) -> list[Tensor]:
-    """Return what is read of a step's result beside its scalars."""
-    recorded = result.recorded
-    return [result.by_piece, result.peak_rows, recorded.table, recorded.num_values, *result.tallied.values()]
-
-
-class Readout:
-    """Slots of host memory (pinned for a GPU), one per attempt in flight, written without waiting.
-
-    A `.to("cpu")` would not do: on a CPU it is the live tensor, which the next step overwrites.
-    """
-
-    def __init__(self, device: torch.device, lag: int):
-        self._pinned = device.type == "cuda"
-        self._slots = [torch.empty(0)] * lag  # each slot is made once its size is known
-        self._results = dict[int, StepResult]()  # by attempt, until it is read: their names and sizes
-        self._events = [torch.cuda.Event() if self._pinned else None for _ in self._slots]  # type: ignore[no-untyped-call]
-
-    def write(self, attempt: int, result: StepResult) -> None:
-        """Start copying the values that a step has returned."""
-        scalars = torch.stack([getattr(result, name).double() for name in _SCALARS])
-        values = torch.cat([scalars, *(table.double().flatten() for table in _tables(result))])
-        slot = attempt % len(self._slots)
-        if self._slots[slot].shape != values.shape:  # at the first write, and when recorded names have come
-            self._slots[slot] = torch.empty(values.shape, dtype=torch.float64, pin_memory=self._pinned)
-        self._slots[slot].copy_(values, non_blocking=True)
-        self._results[attempt] = result
-        event = self._events[slot]
-        if event is not None:
-            event.record()
-
-    def read(self, attempt: int) -> Outcome:
-        """Return the outcome of one of the last `lag` attempts. Waits until its step has ended on the device."""
-        result, slot = self._results.pop(attempt), attempt % len(self._slots)
-        event = self._events[slot]
-        if event is not None:
-            event.synchronize()
-        tables = _tables(result)
-        sizes = [len(_SCALARS), *(table.numel() for table in tables)]
-        scalars, *parts = torch.split(self._slots[slot].clone(), sizes)  # the slot is written again
-        shaped = [part.view(table.shape) for part, table in zip(parts, tables, strict=True)]
-        by_piece, peak_rows, table, num_values, *counts = shaped
-        recorded = Recorded(result.recorded.names, table, num_values)
-        tallied = dict(zip(result.tallied, counts, strict=True))
-        told = dict(zip(_SCALARS, scalars.tolist(), strict=True))
-        told |= {"found_inf": bool(told["found_inf"]), "stop_requested": int(told["stop_requested"])}
-        return Outcome(**told, by_piece=by_piece, peak_rows=peak_rows, recorded=recorded, tallied=tallied)
 
 
 class RecordedRows:
@@ -139,15 +87,12 @@ def mfu_per_token_rate(flops_per_token: int, engine: ShardedEngine) -> float | N
 _LIMITS = (-14, -24)  # exponents of FP16's smallest normal number and of its smallest number
 
 
-def gather_precision(
-    engine: ShardedEngine, examination: Examination, by_piece: Tensor, loss_scale: float
-) -> dict[str, LayerPrecision]:
+def gather_precision(engine: ShardedEngine, examination: Examination, outcome: Outcome) -> dict[str, LayerPrecision]:
     """Return the numbers of an examined step by layer. Every rank must call it, between steps: one small collective.
-
-    `by_piece` and `loss_scale` are of the same step; the latter is 1.0 without a loss scale. Waits for the device.
+    Waits for the device.
     """
-    peaks = peaks_by_param(by_piece.cpu(), engine.plan.pieces, engine.plan.param_names)
-    mine = count_layers(examination, peaks[:, 1], loss_scale)
+    peaks = peaks_by_param(outcome.by_piece, engine.plan.pieces, engine.plan.param_names)
+    mine = count_layers(examination, peaks[:, 1], outcome.loss_scale)
     table = engine.world.table(mine.flatten().to(examination.zeros.device))
     return merge_layers(table.cpu().view(-1, *mine.shape), examination.layers)
 

@@ -11,15 +11,15 @@ import numpy as np
 import torch
 
 from megamix.data.sampler import Samples, mix64, num_samples
+from megamix.inspect.outcome import Outcome, Readout
 from megamix.inspect.overflows import GaveUpError
 from megamix.inspect.replicas import check_replicas
 from megamix.inspect.scale_search import ScaleSearch
 from megamix.mixed_precision.step import Examination, StepResult
 from megamix.parallel.micro_batch_runner import MicroBatch
-from megamix.report.interval_report import Outcome
 from megamix.report.metrics import DETAILED_EVERY, format_lines, load_tags, set_tag
 from megamix.report.rank_times import RankTimes
-from megamix.report.readout import Readout, RecordedRows, gather_precision, peak_memory_gib
+from megamix.report.readout import RecordedRows, gather_precision, peak_memory_gib
 from megamix.run.batch_plan import Attempt, BatchPlan, Fate, GlobalBatch
 from megamix.run.results import write_results
 from megamix.run.run_record import Progress
@@ -48,7 +48,7 @@ class Trainer:
         self.console, self.journal, self.ledger = job.run.console, job.run.journal, job.run.journal.ledger
         self.time_line = job.lines.time
         topology = self.engine.topology
-        self.readout = Readout(self.device, self.batch_plan.lag)
+        self.readout = Readout(self.device)
         self.recorded = RecordedRows(topology, job.run.ranks.timeout_s)
         self.rank_times = RankTimes(topology, self.recorded, self.device, self.console, self.writer)
         self.scale_search = ScaleSearch(self.engine.loss_scale.min_scale)
@@ -230,13 +230,10 @@ class Trainer:
             self.console.advance()
             if self.batch_plan.applied == self._first:
                 self.journal.tell("first_step")
-        found_inf, loss, update = outcome.found_inf, outcome.loss, self.batch_plan.applied
-        words = self.overflows.note(
-            found_inf, loss, outcome.loss_scale, outcome.by_piece, outcome.peak_rows, examination
-        )
-        if words:
+        update = self.batch_plan.applied
+        if words := self.overflows.note(outcome, examination):
             self._note_overflow(attempt, outcome, fate, words)
-        self.overflows.spend(found_inf, loss, attempt.number + 1, update)
+        self.overflows.spend(outcome, attempt.number + 1, update)
         if fate is not Fate.APPLIED:
             return
         if searched := self.scale_search.end(outcome.loss_scale):
@@ -248,7 +245,7 @@ class Trainer:
         if update == MEMORY_AT_UPDATE and self.job.lines.memory is not None:
             self.console.line(self.job.lines.memory(self.engine))
         if examination is not None and self._is_examined(attempt.number):
-            layers = gather_precision(self.engine, examination, outcome.by_piece, outcome.loss_scale)
+            layers = gather_precision(self.engine, examination, outcome)
             if self.writer is not None:
                 self.writer.write_precision(update, layers)
 

@@ -10,10 +10,11 @@ import torch
 
 from megamix import clock as clock_module
 from megamix.clock import Clock
+from megamix.inspect.outcome import Outcome, Readout
 from megamix.mixed_precision.step import Recorded, StepResult
 from megamix.report import interval_report as report_module
-from megamix.report.interval_report import IntervalReport, Outcome
-from megamix.report.readout import Readout, peak_memory_gib
+from megamix.report.interval_report import IntervalReport
+from megamix.report.readout import peak_memory_gib
 from megamix.supervise.console import Console
 
 CPU = torch.device("cpu")
@@ -98,9 +99,8 @@ def test_peak_memory_counts_what_was_once_held():
     assert peak_memory_gib(CPU) >= max(before, 0.25)
 
 
-def test_a_slot_keeps_its_step_until_it_is_read():
-    lag = 2
-    readout = Readout(CPU, lag)
+def test_a_readout_keeps_each_step_until_it_is_read():
+    lag, readout = 2, Readout(CPU)
     live, pieces, rows = torch.zeros(()), torch.zeros(2, 3), torch.zeros(2, 2, dtype=torch.int64)
     names = (("first", "mean"), ("second", "max"), ("third", "sum"))
     for attempt in range(10):
@@ -120,7 +120,7 @@ def test_a_slot_keeps_its_step_until_it_is_read():
         result = StepResult(live, live > 4, live, live, live, live, live, pieces, rows, recorded, tallied)
         readout.write(attempt, result)
         for table in (live, pieces, rows, recorded.table, *tallied.values()):
-            table.fill_(-1)  # a live tensor in the slot would show this
+            table.fill_(-1)  # a live tensor in the readout would show this
 
 
 @pytest.mark.parametrize(("speaks", "told"), [(True, "hello\n"), (False, "")])

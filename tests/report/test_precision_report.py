@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from megamix import AdamW, DynamicLossScale, Precision, Sharding
+from megamix.inspect.outcome import Readout
 from megamix.mixed_precision.examination import layer_of
 from megamix.report.metrics import FIRST_EXPONENT, LAST_EXPONENT
 from megamix.report.readout import gather_precision
@@ -32,7 +33,9 @@ def _examined_step(dtype, grad_dtype, overflow):
         # them.
         engine.backward(loss * (2.0**14 if overflow else 2.0**-14))
     result = engine.step()
-    layers = gather_precision(engine, result.examination, result.by_piece, float(result.loss_scale))
+    readout = Readout(engine.device)
+    readout.write(0, result)
+    layers = gather_precision(engine, result.examination, readout.read(0))
     engine.wait()
     shards |= _copies(engine, "new") | {"grads": [bucket.grad_sum.clone() for bucket in engine.buckets]}
     return engine.plan.layout, shards, layers
