@@ -97,8 +97,6 @@ class Watchdog:
         self._stacks: IO[str] | None = None
 
     def __enter__(self) -> Watchdog:
-        with contextlib.suppress(OSError):
-            self._drop_old_records()
         if self._roll is not None:
             try:
                 self._journal.folder.mkdir(parents=True, exist_ok=True)  # this host may have no such folder yet
@@ -112,16 +110,6 @@ class Watchdog:
             self._talker.start()
         self._thread.start()
         return self
-
-    def _drop_old_records(self) -> None:
-        """Remove this rank's record of an earlier start, and on the first rank those of ranks that no longer are: they
-        would tell of collectives that this start has not entered.
-        """
-        size = 1 if self._roll is None else self._roll.size
-        for path in self._journal.folder.glob("collectives_rank*.json"):
-            rank = path.stem.removeprefix("collectives_rank")
-            if path == self._collectives or (self._rank == 0 and rank.isdecimal() and int(rank) >= size):
-                path.unlink()
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._closing.set()

@@ -133,6 +133,8 @@ class Run:
     def _open(self) -> None:
         self.journal.open(steps=self._steps, **self.facts)
         self.journal.tell("joined")
+        for path in self.folder.glob("collectives_rank*.json"):  # of an earlier start
+            path.unlink()
         refuse_if_stuck(self.journal, self._max_restarts)
 
     def _position_at_the_start(self) -> Position:

@@ -5,10 +5,7 @@ import json
 import pytest
 
 from megamix.cli import main
-from megamix.signals import LeaveRequest
-from megamix.supervise.liveness import Position
-from megamix.supervise.watchdog import Watchdog
-from tests.builders import make_journal
+from tests.builders import run_on_ranks, tiny_job
 
 SUM, GATHER = "gloo:all_to_all", "gloo:all_gather"
 
@@ -56,12 +53,12 @@ def test_a_rank_without_a_record_and_ranks_alike_are_told(tmp_path, capsys):
     ]
 
 
-def test_a_start_of_fewer_ranks_leaves_no_record_of_ranks_that_are_no_more(tmp_path, capsys):
+def test_a_start_of_fewer_ranks_leaves_no_record_of_ranks_that_are_no_more(tmp_path, data, capsys):
+    (tmp_path / "run").mkdir()
     for rank in range(3):
-        _write(tmp_path, rank, ("0", 7, SUM))
-    with Watchdog(None, 60.0, make_journal(tmp_path), LeaveRequest(), None, lambda: Position(0, "", 0, 0)):
-        pass
-    assert main(["hang", str(tmp_path)]) == 2
+        _write(tmp_path / "run", rank, ("0", 7, SUM))
+    run_on_ranks(tiny_job(tmp_path, tokens=data, steps=2))
+    assert main(["hang", str(tmp_path / "run")]) == 2
     assert "has no collectives_rank*.json; give the folder of a failed run on several ranks" in capsys.readouterr().err
 
 
