@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
-from torch.distributed import Store  # type: ignore[attr-defined]  # not in its __all__
+from torch.distributed import HashStore, Store  # type: ignore[attr-defined]  # not in its __all__
 
 from megamix.builders.data import JobCorpus
 from megamix.comm.topology import Topology, side_store
@@ -40,20 +40,11 @@ class KnownData(NamedTuple):
 def known_data(started: Mapping[str, str], corpus: JobCorpus, timeout_s: float) -> KnownData:
     """Check that all ranks were started with the same. Return the data's fingerprints. Every rank must call it.
 
-    `started`: see `started_with`. Raises: as `check_same_job`; with a single rank, ConfigError for data that cannot be
-    read.
+    `started`: see `started_with`. Raises: as `check_same_job`.
     """
     world = Topology.current().world
-    if world.group is not None:
-        return check_same_job(started, corpus, side_store(world), timeout_s, world.rank, world.size)
-    try:
-        identity = corpus.identity()
-    except OSError as error:
-        raise ConfigError([str(error)], "job") from error
-    fingerprints = _read_fingerprints(corpus)
-    if problem := fingerprints.get(_PROBLEM):
-        raise ConfigError([problem], "job")
-    return KnownData(fingerprints, identity)
+    store = HashStore() if world.group is None else side_store(world)
+    return check_same_job(started, corpus, store, timeout_s, world.rank, world.size)
 
 
 def check_same_job(
