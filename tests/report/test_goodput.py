@@ -327,8 +327,8 @@ def test_a_folder_that_is_no_run_is_named_with_the_fix(tmp_path, capsys, verb):
         assert f"RUN: {folder} {told}" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("seconds", ["0", "x", "1e9"])
-def test_a_watch_of_no_time_is_refused(tmp_path, capsys, seconds):
+@pytest.mark.parametrize("seconds", ["x", "1 s"])
+def test_a_watch_of_no_number_is_refused(tmp_path, capsys, seconds):
     with pytest.raises(SystemExit):
         main(["status", str(tmp_path), "--watch", seconds])
     assert "--watch" in capsys.readouterr().err
