@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from io import FileIO
+from io import BufferedReader
 from pathlib import Path
 
 import torch
@@ -94,7 +94,7 @@ def read_ahead(path: Path, size: int) -> Iterator[memoryview]:
     file is shorter.
     """
     being_read, used = memoryview(bytearray(tuned.READ_AHEAD)), memoryview(bytearray(tuned.READ_AHEAD))
-    with open(path, "rb", buffering=0) as file, ThreadPoolExecutor(1) as reader:
+    with open(path, "rb") as file, ThreadPoolExecutor(1) as reader:
         reading = reader.submit(_read_whole, file, being_read[:size])
         while size:
             ready = reading.result()
@@ -105,13 +105,9 @@ def read_ahead(path: Path, size: int) -> Iterator[memoryview]:
             yield ready
 
 
-def _read_whole(file: FileIO, buffer: memoryview) -> memoryview:
-    rest = buffer
-    while rest:  # one read may give fewer bytes than it is asked for
-        length = file.readinto(rest)
-        if not length:
-            raise OSError(f"{file.name}: it became shorter while it was read")
-        rest = rest[length:]
+def _read_whole(file: BufferedReader, buffer: memoryview) -> memoryview:
+    if file.readinto(buffer) < len(buffer):
+        raise OSError(f"{file.name}: it became shorter while it was read")
     return buffer
 
 
