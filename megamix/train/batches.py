@@ -1,6 +1,5 @@
 """This rank's part of global batches, for training and for evaluation."""
 
-import math
 from collections.abc import Callable, Mapping
 
 import torch
@@ -62,8 +61,4 @@ class Validation:
         engine.module.train()
         sums = engine.world.table(sums.flatten()).sum(0).view_as(sums)
         means = {"": sums.sum(0), **dict(zip(self._sets, sums, strict=True))}
-        return {name: _mean(*mean.tolist()) for name, mean in means.items()}
-
-
-def _mean(loss_sum: float, weight_sum: float) -> float:
-    return loss_sum / weight_sum if weight_sum else math.nan
+        return {name: float(loss / weight) for name, (loss, weight) in means.items()}  # NaN without any weight

@@ -46,7 +46,7 @@ class Trainer:
         self.batches, self.batch_plan, self.checkpoints = job.batches, job.plan, job.checkpoints
         self.report, self.writer, self.overflows = job.report, job.writer, job.overflows
         self.console, self.journal, self.ledger = job.run.console, job.run.journal, job.run.journal.ledger
-        self.time_line = job.lines.time
+        self._compared = False  # whether the time of a step was
         topology = self.engine.topology
         self.readout = Readout(self.device)
         self.recorded = RecordedRows(topology, job.run.ranks.timeout_s)
@@ -242,8 +242,8 @@ class Trainer:
         # and for the last one.
         if update in (1, self.pace.steps) or update % self.job.metrics.log_interval == 0:
             self._log(update, outcome)
-        if update == MEMORY_AT_UPDATE and self.job.lines.memory is not None:
-            self.console.line(self.job.lines.memory(self.engine))
+        if update == MEMORY_AT_UPDATE:
+            self.console.lines(self.job.lines.memory(self.engine))
         if examination is not None and self._is_examined(attempt.number):
             layers = gather_precision(self.engine, examination, outcome)
             if self.writer is not None:
@@ -288,11 +288,11 @@ class Trainer:
         steps, interval = self.pace.steps, self.job.metrics.log_interval
         detailed = update in (1, steps) or update % (DETAILED_EVERY * interval) == 0
         self.console.line(format_lines(update, steps, metrics, detailed=detailed, counts=counts))
-        if detailed and update > self._first and self.time_line is not None:  # the first interval compiles
-            if told := self.time_line(self.engine, metrics.tokens_per_s):
+        if detailed and update > self._first and not self._compared:  # the first interval compiles
+            self._compared = True
+            if told := self.job.lines.time(self.engine, metrics.tokens_per_s):
                 self.console.line(told)
                 self.journal.tell("compared", words=told)
-            self.time_line = None
         self.console.show(f"loss {metrics.loss:.4f}, {metrics.tokens_per_s:,.0f} tokens/s")
         slowest = self.rank_times.exchange(update, self.report.span_s, detailed=detailed)
         if self.writer is not None:
