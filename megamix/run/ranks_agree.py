@@ -2,12 +2,11 @@
 others'.
 
 Ranks that differ in a seed, a dropout or the data would train on, and end with weights that nobody asked for. Each rank
-puts the settings that it was started with into the store in which the ranks have met, under the settings' digest. The
-first rank compares the digests and tells all ranks the differences. Each rank makes a few requests to the store; the
-first rank makes two more for each rank.
+puts the settings that it was started with into the store in which the ranks have met. The first rank compares them and
+tells all ranks the differences. Each rank makes a few requests to the store; the first rank makes one more for each
+rank.
 """
 
-import hashlib
 import json
 import sys
 from collections import defaultdict
@@ -59,9 +58,7 @@ def check_same_job(
     data, problem = _shared_data(corpus, board, rank)
     contents = {f"content of {key} (SHA-256)": digest[:DIGITS] for key, digest in data.fingerprints.items()}
     record = {_PROBLEM: problem} if problem else {**started, **contents}
-    digest = hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
-    board.put(f"record {digest}", record)
-    board.put(f"digest {rank}", digest)
+    board.put(f"record {rank}", record)
     if rank == 0:
         board.put("outcome", _outcome(board, size))
     if not board.wait(["outcome"], Board.grace_s):
@@ -85,7 +82,7 @@ def _shared_data(corpus: JobCorpus, board: Board, rank: int) -> tuple[KnownData,
     nothing = KnownData({}, "")
     try:
         identity = corpus.identity()
-        key = f"files {hashlib.sha256(identity.encode()).hexdigest()}"
+        key = f"files {identity}"
         reader = board.claim(f"reader of {key}", rank)
         if reader == rank:
             board.put(key, _read_fingerprints(corpus))
@@ -108,13 +105,13 @@ def _read_fingerprints(corpus: JobCorpus) -> dict[str, str]:
 
 def _outcome(board: Board, size: int) -> tuple[list[str], str]:
     """Return the answer for all ranks: the differences, and why they are not known ("" if they are)."""
-    if silent := board.missing([f"digest {rank}" for rank in range(size)]):
+    if silent := board.missing([f"record {rank}" for rank in range(size)]):
         to_blame = [rank for rank in silent if not board.has(f"waits {rank}")] or silent
         return [], f"no sign of life from {names(to_blame)} {board.limit} after the ranks had met"
     ranks_of = defaultdict[str, list[int]](list)
     for rank in range(size):
-        ranks_of[board.read(f"digest {rank}")].append(rank)
-    groups = [RankGroup(ranks, board.read(f"record {digest}")) for digest, ranks in ranks_of.items()]
+        ranks_of[json.dumps(board.read(f"record {rank}"))].append(rank)
+    groups = [RankGroup(ranks, json.loads(record)) for record, ranks in ranks_of.items()]
     failed = [group for group in groups if _PROBLEM in group.started_with]
     problems = [f"{names(group.ranks)}: {group.started_with[_PROBLEM]}" for group in failed]
     return [*problems, *differences([group for group in groups if group not in failed])], ""
@@ -135,7 +132,7 @@ def started_with(values: Mapping[str, Any], code: Mapping[str, str]) -> dict[str
     return {key: value_text(value) for key, value in settings.items()} | dict(code)
 
 
-_SHOWN_KEYS, _SHOWN_VALUES = 40, 4
+_SHOWN_VALUES = 4
 _UNSET = "not set"
 
 
@@ -157,8 +154,7 @@ def differences(groups: Sequence[RankGroup]) -> list[str]:
         for group in groups:
             ranks_of[group.started_with.get(key, _UNSET)] += group.ranks
         lines.append(_line(key, ranks_of))
-    more = len(lines) - _SHOWN_KEYS
-    return lines if more <= 0 else [*lines[:_SHOWN_KEYS], f"and {more} more keys differ"]
+    return lines
 
 
 def _line(key: str, ranks_of: dict[str, list[int]]) -> str:

@@ -223,9 +223,8 @@ def test_many_ranks_and_long_values_make_short_lines():
     assert len(b) < 250
     each_its_own = [RankGroup([rank], {f"key{n:03d}": str(rank) for n in range(100)}) for rank in range(1000)]
     lines = differences(each_its_own)
-    assert len(lines) == 41
+    assert len(lines) == 100
     assert lines[0].endswith("; 3 on rank 3; other values on ranks 4 to 999; start all with one configuration")
-    assert lines[-1] == "and 60 more keys differ"
 
 
 def test_ranks_are_named_by_their_runs():
