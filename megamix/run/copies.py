@@ -71,9 +71,15 @@ class Copier:
         """Take what is left, until a failure."""
         try:
             while left := [path for path in checkpoints(self._folder) if path.name not in self._ended]:
-                self.taking = left[0]
-                self._take_one(left[0])
-                self._ended.add(left[0].name)
+                self.taking = path = left[0]
+                try:
+                    self._tell(self._take(path))
+                except (OSError, ValueError) as error:
+                    if path.exists() and isinstance(error, OSError):
+                        raise
+                    if path.exists():  # else it was removed before its copy began
+                        self._tell(f"checkpoint NOT copied: {error}")
+                self._ended.add(path.name)
             self._in_trouble = False
         except Exception as error:  # of a disk, of a program, of the job that holds the target
             if not self._in_trouble:
@@ -81,16 +87,6 @@ class Copier:
             self._in_trouble = True
         finally:
             self.taking = None
-
-    def _take_one(self, path: Path) -> None:
-        try:
-            self._tell(self._take(path))
-        except (OSError, ValueError) as error:
-            if not path.exists():  # removed before its copy began
-                return
-            if isinstance(error, OSError):
-                raise
-            self._tell(f"checkpoint NOT copied: {error}")
 
 
 def takes_of(section: CheckpointConfig, text: str, stays: Stays, tell: Callable[[str], None]) -> Iterator[Take]:
@@ -101,7 +97,7 @@ def takes_of(section: CheckpointConfig, text: str, stays: Stays, tell: Callable[
     if section.copies is not None:
         yield ToFolder(section, text, Path(section.copies.folder), section.copies.keep, stays, tell)
     if section.copy_command:
-        yield ByCommand(section.copy_command)
+        yield partial(_by_command, section.copy_command)
 
 
 @dataclass
@@ -137,18 +133,13 @@ class ToFolder:
         return f"copied {path.name} to {copied}"
 
 
-@dataclass
-class ByCommand:
-    """Has a program of the user's take checkpoints."""
-
-    command: tuple[str, ...]
-
-    def __call__(self, path: Path) -> str:
-        words = [word.replace("{path}", str(path)).replace("{name}", path.name) for word in self.command]
-        done = subprocess.run(
-            words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, errors="replace"
-        )
-        if done.returncode:
-            last = " ".join(done.stderr.splitlines()[-1:])
-            raise OSError(f"{words[0]} ended with {done.returncode}: {last}")
-        return f"copied {path.name} by {words[0]}"
+def _by_command(command: tuple[str, ...], path: Path) -> str:
+    """Have a program of the user's take a checkpoint."""
+    words = [word.replace("{path}", str(path)).replace("{name}", path.name) for word in command]
+    done = subprocess.run(
+        words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, errors="replace"
+    )
+    if done.returncode:
+        last = " ".join(done.stderr.splitlines()[-1:])
+        raise OSError(f"{words[0]} ended with {done.returncode}: {last}")
+    return f"copied {path.name} by {words[0]}"
