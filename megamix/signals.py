@@ -105,13 +105,6 @@ def reason_words(reason: int) -> str:
     return ours.get(reason) or signal.Signals(reason).name
 
 
-def shutdown_s(launched: bool) -> float:
-    """Return the seconds that a launcher waits after SIGTERM: 30 unless the environment says otherwise; inf without a
-    launcher.
-    """
-    return float(os.environ.get(SHUTDOWN_VARIABLE, "30")) if launched else math.inf
-
-
 def _to_note() -> list[signal.Signals]:
     """Return the signals to note in this process. SIGHUP is left out if it is ignored, as under nohup: such a run
     outlives its terminal.
@@ -127,7 +120,8 @@ def signals_noted(*, launched: bool = False) -> Iterator[LeaveRequest]:
 
     `launched`: whether a launcher ends this process some time after a signal.
     """
-    request = LeaveRequest(shutdown_s(launched))
+    # torchrun waits 30 s unless the environment says otherwise.
+    request = LeaveRequest(float(os.environ.get(SHUTDOWN_VARIABLE, "30")) if launched else math.inf)
     interrupts = 0
 
     def note(number: int, frame: FrameType | None) -> None:

@@ -21,6 +21,9 @@ class Box:
     offset: tuple[int, ...]
     size: tuple[int, ...]
 
+    def __str__(self) -> str:
+        return f"{self.offset} + {self.size}"
+
     @staticmethod
     def whole(shape: tuple[int, ...]) -> Box:
         return Box((0,) * len(shape), shape)
@@ -84,17 +87,13 @@ def tiling_problem(boxes: Sequence[Box], shape: tuple[int, ...]) -> str | None:
     """Return why these boxes do not cover each element of a parameter exactly once; None if they do."""
     for box in boxes:
         if not box.inside(shape) or not box.numel:
-            return f"{_text(box)} is no box of shape {shape}"
+            return f"{box} is no box of shape {shape}"
     reaching = list[Box]()  # of those before a box, the ones that end beyond its first row
     for box in sorted(boxes):
         reaching = [other for other in reaching if other.end[:1] > box.offset[:1]]
         for other in reaching:
             if box.intersection(other):
-                return f"{_text(other)} and {_text(box)} overlap"
+                return f"{other} and {box} overlap"
         reaching.append(box)
     held, want = sum(box.numel for box in boxes), math.prod(shape)
     return None if held == want else f"{held} of {want} elements are there"
-
-
-def _text(box: Box) -> str:
-    return f"{box.offset} + {box.size}"

@@ -5,7 +5,6 @@ test can let any call fail.
 """
 
 import re
-import secrets
 import shutil
 import zlib
 from collections.abc import Iterable
@@ -19,7 +18,7 @@ from megamix.durable import ASIDE, folder_aside
 CHECKPOINTS = "checkpoints"  # the folder's name in a run's folder
 MANIFEST = "manifest.json"
 _COMPLETE = re.compile(r"step_(\d{8,})(?:\.(\d+))?")
-_DAMAGED = ".damaged-"  # in the name of a checkpoint that was set aside, for people to look at; it is never removed
+DAMAGED = ".damaged-"  # in the name of a checkpoint that was set aside, for people to look at; it is never removed
 
 
 def checkpoints(folder: Path, before: str | None = None) -> list[Path]:
@@ -43,7 +42,7 @@ def set_aside(folder: Path) -> list[Path]:
 
 def restored(path: Path) -> Path:
     """Return the path that a checkpoint had before it was set aside; the path itself if it was not."""
-    return path.with_name(path.name.partition(_DAMAGED)[0])
+    return path.with_name(path.name.partition(DAMAGED)[0])
 
 
 def _folders(folder: Path) -> list[Path]:
@@ -94,10 +93,6 @@ def _number(name: str) -> tuple[int, int]:
     match = _COMPLETE.fullmatch(name)
     assert match is not None, name
     return int(match[1]), int(match[2] or 0)
-
-
-def damaged_name(name: str) -> str:
-    return name + _DAMAGED + secrets.token_hex(4)
 
 
 def new_folder(output: Path, setting: str) -> AbstractContextManager[Path]:

@@ -5,6 +5,7 @@ The bytes are verified on their way into a rank's memory: verification reads no 
 
 import logging
 import math
+import secrets
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from megamix.checkpoint.all_or_none import AllOrNone
 from megamix.checkpoint.boxes import Box, boxes_of_range
-from megamix.checkpoint.folder import Files, checkpoints, damaged_name
+from megamix.checkpoint.folder import DAMAGED, Files, checkpoints
 from megamix.checkpoint.manifest import AVERAGE, BUFFER, DamagedCheckpoint, FileRecord, Manifest, StateSet, states_text
 from megamix.checkpoint.snapshot import DTYPES, Part, buffer_parts, frozen_params, owned_parts, state_sets
 from megamix.checkpoint.tensor_file import Stored, verified_chunks
@@ -94,7 +95,7 @@ def load_or_older(
 def _set_aside(path: Path, reason: DamagedCheckpoint, all_or_none: AllOrNone) -> None:
     if all_or_none.rank != 0:
         return
-    target = path.with_name(damaged_name(path.name))
+    target = path.with_name(f"{path.name}{DAMAGED}{secrets.token_hex(4)}")
     try:
         Files.rename(path, target)
         log.warning("checkpoint refused and set aside as %s: %s", target.name, reason)

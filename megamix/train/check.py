@@ -50,8 +50,9 @@ def check(config: Config, tell: Callable[[str], None] = lambda line: None, *, st
     if unset and world_size > 1:
         fix = "start the ranks by launch/pretrain.sh or torchrun, which set it, or unset WORLD_SIZE for one rank"
         raise ConfigError([f"{', '.join(unset)}: not set, though WORLD_SIZE is {world_size}; {fix}"], "environment")
+    corpus = JobCorpus(config.data, config.model)
     doubts = () if starts else _optimizer_doubts(config)  # a start logs these lines later
-    for line in (*_setting_doubts(config, world_size), *_corpus(config).doubts(), *_loss_doubts(config.model), *doubts):
+    for line in (*_setting_doubts(config, world_size), *corpus.doubts(), *_loss_doubts(config.model), *doubts):
         tell(f"note: {line}")
     return f"no problems; {world_size} rank{'s' if world_size > 1 else ''}"
 
@@ -67,7 +68,7 @@ def _told(variable: str, default: int, numbers: range, what: str) -> int:
 
 def job_problems(config: Config, world_size: int) -> list[str]:
     """Return every problem of ranks, files and folder, one line each: field, value, fix."""
-    problems = [*check_world_size(config, world_size), *_corpus(config).problems()]
+    problems = [*check_world_size(config, world_size), *JobCorpus(config.data, config.model).problems()]
     for package, without in (("tensorboard", "write tensorboard = false"), ("wandb", "leave [metrics.wandb] out")):
         if getattr(config.metrics, package) and importlib.util.find_spec(package) is None:
             fix = f"{installing(package)}, or {without}"
@@ -85,10 +86,6 @@ def job_problems(config: Config, world_size: int) -> list[str]:
         *folder_problems(config),
         *copy_problems(config.checkpoint),
     ]
-
-
-def _corpus(config: Config) -> JobCorpus:
-    return JobCorpus(config.data, config.model)
 
 
 def folder_problems(config: Config) -> list[str]:
