@@ -9,7 +9,7 @@ a second copy cannot be checked: the digits of a master that its cast drops, and
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import ItemsView, Mapping, Sequence
 
 import torch
@@ -22,6 +22,7 @@ from megamix.mixed_precision.bucket import Bucket
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.flat_layout import ROW
 from megamix.mixed_precision.refusals import fingerprint
+from megamix.supervise.liveness import names
 
 Numbers = float | Sequence[float]  # host counters, equal on every rank
 
@@ -125,7 +126,7 @@ def _describe(engine: ShardedEngine, ranks: list[int]) -> str:
     by_rank = gather_json(engine.world, found[:_SHOWN], engine.device)
     lines = list(dict.fromkeys(line for told in by_rank for line in told))
     shown = "; ".join(lines[:_SHOWN]) or "no element differs at a second look"
-    return f"rank {', '.join(map(str, ranks))} differ{'s' if len(ranks) == 1 else ''} from the masters; {shown}"
+    return f"{names(ranks)} differ{'s' if len(ranks) == 1 else ''} from the masters; {shown}"
 
 
 def _differences(dtype: torch.dtype, owners: Collectives, buckets: list[Bucket]) -> list[str]:
@@ -163,13 +164,8 @@ def _disagreement(name: str, by_rank: Sequence[Numbers]) -> str:
 
 
 def _who_holds_what(what: str, by_rank: Sequence[float]) -> str:
-    """Return the ranks whose value is not the majority's; without a majority, all ranks."""
-    values = [repr(value) for value in by_rank]
-    (usual, count), *_ = Counter(values).most_common(1)
-    majority = 2 * count > len(values)
-    groups = dict[str, list[str]]()
-    for rank, value in enumerate(values):
-        if not majority or value != usual:
-            groups.setdefault(value, []).append(str(rank))
-    holders = ", ".join(f"rank {', '.join(ranks)}: {value}" for value, ranks in groups.items())
-    return f"{what}: {holders}" + (f", all others: {usual}" if majority else "")
+    """Return the ranks by their value."""
+    groups = defaultdict[str, list[int]](list)
+    for rank, value in enumerate(by_rank):
+        groups[repr(value)].append(rank)
+    return f"{what}: {' and '.join(f'{value} on {names(ranks)}' for value, ranks in groups.items())}"

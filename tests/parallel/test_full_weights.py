@@ -97,4 +97,4 @@ def test_a_copy_that_differs_is_named_on_every_rank_of_a_mesh(run_ranks):
         assert told[0] == told[1] == told[2] == told[3]
         assert f"rank {victim}: the half parameter {name}" in told[0]
     told = run_ranks(_damage, 4, case, 2, "skipped_steps")
-    assert told == ["memory does not hold what was written: skipped_steps: rank 2: 1, all others: 0"] * 4
+    assert told == ["memory does not hold what was written: skipped_steps: 0 on ranks 0, 1, 3 and 1 on rank 2"] * 4
