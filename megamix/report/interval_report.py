@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
@@ -90,15 +89,16 @@ class IntervalReport:
         self._mfu_per_token_rate = mfu_per_token_rate
         clock.enabled = True
         self._start_s = time.perf_counter()
-        self._counts = Counter[str]()  # sums over the interval's attempts so far, and their number
-        # Of the last interval: what was counted a second; seconds of one attempt, on average, and of each of its spans.
-        self._rates, self._step_s, self.span_s = dict[str, float](), math.inf, dict[str, float]()
+        self._attempts = self._attempted = 0  # attempts of the interval so far, and their tokens
+        # Of the last interval: tokens a second; seconds of one attempt, on average, and of each of its spans.
+        self._tokens_per_s, self._step_s, self.span_s = 0.0, math.inf, dict[str, float]()
         self.losses = list[float]()  # losses of the interval so far
         self.tokens = 0  # tokens of all updates so far
 
-    def launched(self, **counts: int) -> None:
-        """Take an attempt into the interval's rates. `counts`: what is summed, such as its tokens."""
-        self._counts.update(counts, attempts=1)
+    def launched(self, tokens: int) -> None:
+        """Take an attempt into the interval's rates."""
+        self._attempts += 1
+        self._attempted += tokens
 
     def add(self, loss: float, tokens: int) -> None:
         """Take an applied update's loss into the interval's mean. `tokens`: those of the update."""
@@ -110,15 +110,14 @@ class IntervalReport:
 
         `skipped`: overflowed so far. `scaled`: there is a loss scale.
         """
-        if self._counts:  # at the end of a run two lines may be due at once; the second repeats the rates
+        if self._attempts:  # at the end of a run two lines may be due at once; the second repeats the rates
             now_s = time.perf_counter()
-            steps, took_s = self._counts["attempts"], now_s - self._start_s
-            self._rates = {name: count / took_s for name, count in self._counts.items()}
-            self._step_s = took_s / steps
-            self.span_s = {name: span_s / steps for name, span_s in self._clock.read().items()}
-            self._start_s, self._counts = now_s, Counter()
+            took_s = now_s - self._start_s
+            self._tokens_per_s, self._step_s = self._attempted / took_s, took_s / self._attempts
+            self.span_s = {name: span_s / self._attempts for name, span_s in self._clock.read().items()}
+            self._start_s, self._attempts, self._attempted = now_s, 0, 0
         losses, self.losses = self.losses, []
-        tokens_per_s = self._rates["tokens"]
+        tokens_per_s = self._tokens_per_s
         return StepMetrics(
             loss=math.fsum(losses) / len(losses),
             lr=outcome.lr,

@@ -4,14 +4,13 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import torch
 
 from megamix.comm.collectives import Pending
 from megamix.comm.timeline import Timeline, Transfer
 from megamix.config.sections import ProfilingConfig
-from megamix.durable import ASIDE
+from megamix.durable import aside_name
 from megamix.mixed_precision.bucket import Bucket
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.observer import StepObserver, TransferKind
@@ -69,14 +68,11 @@ class Profiling:
 
     def _tell(self, attempt: int, update: int, profiler: torch.profiler.profile) -> None:
         with self._console.telling(self._trace):
-            # The file is whole or as it was.
-            hidden = f"{self._trace.name}{ASIDE}"
-            with TemporaryDirectory(prefix=hidden, dir=self._trace.parent, ignore_cleanup_errors=True) as aside:
-                whole = Path(aside) / self._trace.name
-                profiler.export_chrome_trace(str(whole))  # renames its file, and raises nothing if it could not write
-                if not whole.exists():
-                    raise OSError(f"{self._trace}: the profiler could not write it")
-                whole.rename(self._trace)
+            aside = self._trace.with_name(aside_name(self._trace.name))  # the file is whole or as it was
+            profiler.export_chrome_trace(str(aside))  # renames its file, and raises nothing if it could not write
+            if not aside.exists():
+                raise OSError(f"{self._trace}: the profiler could not write it")
+            aside.rename(self._trace)
             self._console.line(f"attempt {attempt} | profile up to it in {self._trace}")
         if self._writer is not None:
             for number, timeline in self._timelines.items():
