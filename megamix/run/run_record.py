@@ -6,8 +6,7 @@ import copy
 import functools
 import json
 import operator
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -43,7 +42,7 @@ def check_run(manifest: Manifest) -> None:
     Raises: ConfigError naming what the present code refuses.
     """
     tables = manifest.run.tables()
-    with _by_code_of_now(tables):
+    try:
         if manifest.weights_only:
             keys = tables.get("model", {})
             check_params(manifest, _validated(section_of(keys), keys, tables))
@@ -54,17 +53,10 @@ def check_run(manifest: Manifest) -> None:
         saved = (manifest.loss_scale_rule, sorted(manifest.loss_scale))
         if saved != (now := (loss_scale.rule, sorted(loss_scale.state_names))):
             raise ValueError(f"loss_scale_rule and loss_scale: it holds {saved}, the present rule has {now}")
-
-
-@contextmanager
-def _by_code_of_now(saved: Mapping[str, Any]) -> Iterator[None]:
-    """Turn every error in the block into a refusal, because the code there may be a plugin's. Raises: ConfigError."""
-    try:
-        yield
     except PluginError:  # a plugin is not imported; the message says how to import it
         raise
     except Exception as error:  # a plugin may raise anything
-        savers = ", ".join(["megamix", *saved.get("plugins", [])])
+        savers = ", ".join(["megamix", *tables.get("plugins", [])])
         problem = f"{_reason(error)}; the checkpoint is whole: bring back the code that saved it ({savers})"
         raise ConfigError([problem], "job") from error
 
