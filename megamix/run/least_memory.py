@@ -4,6 +4,8 @@ the memory of this machine.
 torch is imported only for a family that is a plugin's. `megamix plan` counts exactly.
 """
 
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from megamix.config import (
@@ -26,6 +28,7 @@ def amount(size: float) -> str:
     return f"{size / GIB:,.2f} GiB" if abs(size) >= GIB else f"{size / 2**20:,.2f} MiB"
 
 
+@dataclass
 class LeastHeld:
     """Counts a job's parameters, and the bytes that a rank holds between steps; never more than the true numbers.
 
@@ -34,24 +37,33 @@ class LeastHeld:
     cannot be built.
     """
 
-    def __init__(
-        self, model: DecoderConfig, optimizer: OptimizerConfig, precision: PrecisionConfig,
-        parallelism: ParallelismConfig, *, averages: bool,
-    ):  # fmt: skip
-        self._model, self._optimizer, self._precision = model, optimizer, precision
-        self._parallelism, self._averages = parallelism, averages
-        self.params = _least_params(model)
+    model: DecoderConfig
+    optimizer: OptimizerConfig
+    precision: PrecisionConfig
+    parallelism: ParallelismConfig
+    averages: bool
+
+    @cached_property
+    def params(self) -> int:
+        if isinstance(self.model, ModelConfig):
+            return sizes.fewest_params(self.model)
+        from megamix.model.family import parameter_count
+
+        try:
+            return parameter_count(self.model)
+        except ValueError as error:
+            raise ConfigError([str(error)], "job") from None
 
     def by_category(self, world_size: int) -> dict[str, float]:
         """Return the bytes by category as in `MemoryPlan.held`. If ranks hold different amounts, they are the mean."""
-        section, optimizer, params = self._parallelism, self._optimizer.name, self.params
-        own: Any = getattr(self._optimizer, optimizer)
+        section, optimizer, params = self.parallelism, self.optimizer.name, self.params
+        own: Any = getattr(self.optimizer, optimizer)
         divided = ranks_along(section, "tp") * ranks_along(section, "pp")
-        built_in = self._model if isinstance(self._model, ModelConfig) else None
+        built_in = self.model if isinstance(self.model, ModelConfig) else None
         part = sizes.rank_params(built_in, divided, ranks_along(section, "ep")) if built_in else params / divided
         owned = params * section.replicas / world_size
-        half = 4 if self._precision.dtype == "fp32" else 2
-        grad = 4 if self._precision.grad_dtype == "fp32" else half
+        half = 4 if self.precision.dtype == "fp32" else 2
+        grad = 4 if self.precision.grad_dtype == "fp32" else half
         state = 2 if getattr(own, "state_dtype", "fp32") == "bf16" else 4
         states: float = STATES.get(optimizer, 0)
         if optimizer == "muon" and built_in and not own.matrix:
@@ -60,17 +72,6 @@ class LeastHeld:
             "half parameters": 0 if section.shard == "parameters" else part * half,
             "half gradients": part * grad * (section.shard == "states"),
             "FP32 masters": owned * 4,
-            "FP32 average of the weights": owned * 4 if self._averages else 0,
+            "FP32 average of the weights": owned * 4 if self.averages else 0,
             "optimizer states": owned * state * states,
         }
-
-
-def _least_params(model: DecoderConfig) -> int:
-    if isinstance(model, ModelConfig):
-        return sizes.fewest_params(model)
-    from megamix.model.family import parameter_count
-
-    try:
-        return parameter_count(model)
-    except ValueError as error:
-        raise ConfigError([str(error)], "job") from None
