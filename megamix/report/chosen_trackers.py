@@ -15,9 +15,8 @@ TRACKERS.registered.update(wandb=WandbTracker, prometheus=PrometheusTracker, ale
 
 def start_trackers(section: MetricsConfig, folder: Path, tables: Tree) -> list[TrackerThread]:
     """Start the trackers that have a table [metrics.NAME]. `tables`: the whole configuration, for them to keep."""
-    about = {"folder": folder, "config": tables}
     return [
-        TrackerThread(name, partial(build, **dict(table), **about))
+        TrackerThread(name, partial(build, **dict(table), folder=folder, config=tables))
         for name, build in TRACKERS.registered.items()
         if (table := getattr(section, name, None)) is not None
     ]

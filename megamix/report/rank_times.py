@@ -7,7 +7,7 @@ import socket
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,14 +22,6 @@ from megamix.report.slow_ranks import KEPT, KINDS, RankPlace, Slow, SlowRanks
 from megamix.supervise.console import Console, folded
 
 _GPU = {"clock_mhz": "MHz", "power_w": "W", "temperature_c": "C"}  # a GPU's readings, with their units
-
-
-class _Sent(NamedTuple):
-    """The rows of all ranks under way: FP64 (ranks, KINDS and a GPU's readings)."""
-
-    step: int
-    table: Tensor
-    arrival: Pending
 
 
 class RankTimes:
@@ -50,7 +42,8 @@ class RankTimes:
         self._console, self._writer = console, writer
         self._rule: SlowRanks | None = None
         self._slow = set[str]()
-        self._under_way: _Sent | None = None
+        # A step, and the rows of all ranks under way: FP64 (ranks, KINDS and a GPU's readings).
+        self._under_way: tuple[int, Tensor, Pending] | None = None
         self._work_s = 0.0  # processor time of this object so far
 
     def exchange(self, step: int, span_s: Mapping[str, float], *, detailed: bool) -> dict[str, float]:
@@ -69,24 +62,26 @@ class RankTimes:
         start_s = time.thread_time()
         sent, tags = self._under_way, dict[str, float]()
         own = [*(span_s.get(kind, 0.0) for kind in KINDS), *_readings(self._device)]
-        self._under_way = _Sent(step, *self._recorded.side.start_table(torch.tensor(own, dtype=torch.float64)))
+        self._under_way = (step, *self._recorded.side.start_table(torch.tensor(own, dtype=torch.float64)))
         if sent is not None:
-            sent.arrival.wait()  # these rows were sent a log interval ago
+            sent_at, table, arrival = sent
+            arrival.wait()  # these rows were sent a log interval ago
             if self._writer is not None:
-                tags = self._told(self._rule, self._writer, sent, detailed)
+                tags = self._told(self._rule, self._writer, sent_at, table.numpy(), detailed)
         self._work_s += time.thread_time() - start_s
         return tags
 
-    def _told(self, rule: SlowRanks, writer: MetricsWriter, sent: _Sent, detailed: bool) -> dict[str, float]:
+    def _told(
+        self, rule: SlowRanks, writer: MetricsWriter, step: int, table: np.ndarray, detailed: bool
+    ) -> dict[str, float]:
         """Name the slow ranks and write the ranks' row. Return the tags."""
-        table = sent.table.numpy()
         times, readings = table[:, : len(KINDS)], table[:, len(KINDS) :]
         slow = rule.judge(times)
         for one in slow:
             if one.words not in self._slow:
                 self._console.line(_line(one, readings))
         self._slow = {one.words for one in slow}
-        row: dict[str, Any] = {"step": sent.step, "slow": [one.ranks for one in slow], "work_s": round(self._work_s, 6)}
+        row: dict[str, Any] = {"step": step, "slow": [one.ranks for one in slow], "work_s": round(self._work_s, 6)}
         row |= {f"{kind}_s": [float(f"{it:.4g}") for it in column] for kind, column in zip(KINDS, times.T, strict=True)}
         if not np.isnan(readings).any():
             row |= {name: column.tolist() for name, column in zip(_GPU, readings.T, strict=True)}

@@ -135,7 +135,7 @@ class Journal:
 
     def _row(self, kind: str) -> Row:
         row = {"t": round(time.time(), 3), "starts": self.starts, "kind": kind}
-        return row | self._reached()._asdict() | self.ledger.read()._asdict()
+        return row | self._reached()._asdict() | self.ledger.read()
 
     def _write(self, sign: Row | None = None) -> None:
         """Append the rows that wait, and replace the sign of life unless that is the end. Raises: OSError."""

@@ -7,7 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
-from typing import NamedTuple
+from typing import Any
 
 import psutil
 
@@ -38,14 +38,6 @@ def stalled_s(took_s: float, usual_s: float) -> float:
     long and 5 s. After a validation or a save one outcome comes with the time of two attempts.
     """
     return took_s - usual_s if took_s > 3 * usual_s + 5.0 else 0.0
-
-
-class Reading(NamedTuple):
-    """The state of a ledger."""
-
-    at: float  # seconds since the start
-    phase: str  # the present one, to which the seconds belong that are in no bucket yet
-    seconds: dict[str, float]  # by bucket
 
 
 class Ledger:
@@ -107,11 +99,13 @@ class Ledger:
             self._seconds[STALLED] += stood_s
             self._seconds[TRAINED if applied else OVERFLOW] += step_s
 
-    def read(self) -> Reading:
-        """Return what is counted so far, to milliseconds."""
+    def read(self) -> dict[str, Any]:
+        """Return what is counted so far, to milliseconds: `at`, seconds since the start; `seconds`, those by bucket; the
+        present `phase`, to which the others belong.
+        """
         with self._lock:
             seconds = {bucket: round(value, 3) for bucket, value in self._seconds.items() if value >= 0.001}
-            return Reading(round(self._now_s() - self.began_s, 3), self._phase, seconds)
+            return {"at": round(self._now_s() - self.began_s, 3), "phase": self._phase, "seconds": seconds}
 
     def _taken_s(self) -> float:
         since_s, self._since_s = self._since_s, self._now_s()

@@ -248,7 +248,7 @@ def test_each_second_is_in_one_bucket():
     ledger.enter(VALIDATION)
     ledger.after(3).enter(TRAINED)
     ledger.enter(SAVING)
-    at_s, phase, seconds = ledger.after(1).read()
+    at_s, phase, seconds = ledger.after(1).read().values()
     assert (at_s, phase) == (27.0, SAVING)
     # The first attempt took 3 s longer than the second. Its 5 s were compiling until that was known.
     assert seconds == {
@@ -262,7 +262,7 @@ def test_an_attempt_that_stood_still_is_told_apart_from_a_slow_one():
     ledger.first_attempts()
     for took_s in (2, 11, 2, 32):  # up to three times the usual and 5 s are no stall
         ledger.after(took_s).settle(applied=True, waited_s=0.0)
-    seconds = ledger.read().seconds
+    seconds = ledger.read()["seconds"]
     usual_s = 0.9 * (0.9 * 2 + 0.1 * 11) + 0.1 * 2
     assert seconds["stalled"] == round(32 - usual_s, 3)
     assert seconds["trained"] == round(4 + 2 + 11 + 2 + usual_s, 3)
@@ -274,7 +274,7 @@ def test_the_first_outcome_of_a_loop_that_waits_for_each_is_no_measure_of_an_att
     for took_s in (8.0, 7.0):
         ledger.after(took_s).launched(took_s)
         ledger.settle(applied=True, waited_s=0.0)
-    assert "stalled" not in ledger.read().seconds
+    assert "stalled" not in ledger.read()["seconds"]
 
 
 def test_a_start_is_as_old_as_its_process():
