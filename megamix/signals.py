@@ -40,11 +40,9 @@ from typing import Self
 INTERRUPTED = 128 + signal.SIGINT  # exit status by which a shell knows an interrupted command
 PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h, "try again later": exit status of a run that was asked to leave
 
-_Handler = Callable[[int, FrameType | None], object]
-
 
 @contextmanager
-def _handled(numbers: Iterable[int], handler: _Handler) -> Iterator[None]:
+def _handled(numbers: Iterable[int], handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
     """Call `handler` at these signals until the end of the block. Only the main thread may call it."""
     before = {number: signal.signal(number, handler) for number in numbers}
     try:

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cached_property, partial
 from pathlib import Path
 from platform import python_version
@@ -92,10 +92,7 @@ class Run:
         # It is counted before the model is built and loaded: a run that dies meanwhile has started as well.
         self._start = start
         self.ranks.on_first(self._open)
-        with ExitStack() as stack:
-            if self.ranks.is_first:
-                stack.enter_context(self.journal.beating())
-            stack.enter_context(self._watched())
+        with self.journal.beating() if self.ranks.is_first else nullcontext(), self._watched():
             yield
 
     def counted(self, fill: Fill) -> Fill:
