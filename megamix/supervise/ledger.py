@@ -100,8 +100,8 @@ class Ledger:
             self._seconds[TRAINED if applied else OVERFLOW] += step_s
 
     def read(self) -> dict[str, Any]:
-        """Return what is counted so far, to milliseconds: `at`, seconds since the start; `seconds`, those by bucket; the
-        present `phase`, to which the others belong.
+        """Return what is counted so far, to milliseconds: `at`, seconds since the start; `seconds`, those by bucket;
+        and the `phase` to which the others belong.
         """
         with self._lock:
             seconds = {bucket: round(value, 3) for bucket, value in self._seconds.items() if value >= 0.001}

@@ -66,7 +66,9 @@ def refuse_held(folder: Path) -> None:
 def _locked(path: Path, stale_s: float, create: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
     descriptor = _open_locked(path, create)
     try:
-        holder = _holder(path)
+        holder = dict[str, Any]()  # that the file names; none if it is new, or its writer died while writing
+        with suppress(OSError, ValueError):
+            holder = json.loads(path.read_bytes())
         if descriptor is None or (holder and _lives(holder, path, stale_s)):
             raise HeldError([_refusal(path.parent, holder)], "job")
         yield descriptor, holder
@@ -89,15 +91,6 @@ def _open_locked(path: Path, create: int) -> int | None:
         if not has_lock or still_names(path, descriptor):
             return descriptor
         os.close(descriptor)  # the holder removed the file between our open and our flock
-
-
-def _holder(path: Path) -> dict[str, Any]:
-    """Return the holder that the file names; empty if the file is new, or its writer died while writing."""
-    try:
-        holder: dict[str, Any] = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return holder
 
 
 def _lives(holder: dict[str, Any], path: Path, stale_s: float) -> bool:
