@@ -57,8 +57,11 @@ def started_by() -> Starter | None:
 
 
 def size_of(starter: Starter) -> int:
-    """Return the number of ranks."""
-    return int(os.environ[starter.world_size])
+    """Return the number of ranks. Raises: ValueError if the variable holds no number."""
+    text = os.environ[starter.world_size]
+    if not text.isdecimal():
+        raise ValueError(f"{starter.world_size} is {text!r}, no number of ranks")
+    return int(text)
 
 
 def _as_torchrun(starter: Starter) -> dict[str, str]:
