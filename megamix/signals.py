@@ -33,7 +33,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 from typing import Self
 
@@ -243,11 +243,9 @@ class CtrlC:
         raise KeyboardInterrupt
 
 
-@contextmanager
-def sigterm_unwinds() -> Iterator[None]:
+def sigterm_unwinds() -> AbstractContextManager[None]:
     """Let SIGTERM unwind the block, so that what it has started ends, too."""
-    with _handled([signal.SIGTERM], lambda number, frame: sys.exit(128 + number)):
-        yield
+    return _handled([signal.SIGTERM], lambda number, frame: sys.exit(128 + number))
 
 
 @contextmanager
