@@ -17,8 +17,6 @@ from safetensors import SafetensorError
 
 from megamix.config import ConfigError, saved_tree
 
-Count = Annotated[int, Field(ge=0, le=2**53)]  # JSON's numbers are exact up to here in every reader
-
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
@@ -59,11 +57,9 @@ _LAST_TO_READ = {"1": "50476c4", "2": "27f03f17"}
 _CHECKSUM_LINE = ',\n"crc32":"%08x"}\n'
 _CHECKSUM_LENGTH = len(_CHECKSUM_LINE % 0)
 
-_Name = Annotated[str, Field(pattern=r"^\w{1,100}$")]  # a Python name of a state or of a loss scale's rule
 Dtype = Literal["F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL"]  # safetensors' names
-# A state of FP32 numbers with a shape of its own: one dim, of this length.
-_OwnLength = Annotated[str, Field(pattern=r"^F32\[[1-9]\d{0,14}\]$")]
-StateSet = dict[_Name, Dtype | _OwnLength]  # dtypes by name of the state
+# Dtypes by name of the state. F32[n] is that of FP32 numbers with a shape of their own: one dim, of length n.
+StateSet = dict[str, str]
 
 # The state name of the weights. It equals update_slice.MASTER, whose module would import torch. The optimizer names the
 # other states.
@@ -83,8 +79,8 @@ class FileRecord(Record):
     """One file: its name in the checkpoint's folder, its size in bytes and its checksum."""
 
     name: Annotated[str, Field(pattern=r"^rank_\d{5,9}\.safetensors$")]  # the pattern admits no path out of the folder
-    size: Count
-    crc32: Count
+    size: int
+    crc32: int
 
 
 def check_size(path: Path, record: FileRecord) -> None:
@@ -99,16 +95,16 @@ class ParamRecord(Record):
     """One whole parameter or persistent buffer, under its first registered name."""
 
     name: str
-    shape: tuple[Count, ...]
+    shape: tuple[int, ...]
     aliases: tuple[str, ...]
-    state_set: Count = Field(default=0, alias="states")  # index of its set in `Manifest.states`
+    state_set: int = Field(default=0, alias="states")  # index of its set in `Manifest.states`
 
 
 class LayoutRecord(Record):
     """The layout of the ranks that saved. It only informs people: loading does not depend on it."""
 
-    axes: dict[_Name, Count]  # ranks along each axis, in the order of the mesh
-    buckets: tuple[Count, ...]  # elements of each bucket of the first rank, with padding
+    axes: dict[str, int]  # ranks along each axis, in the order of the mesh
+    buckets: tuple[int, ...]  # elements of each bucket of the first rank, with padding
 
 
 class RunRecord(Record):
@@ -131,10 +127,10 @@ class Manifest(Record):
 
     format: Literal["megamix checkpoint"] = "megamix checkpoint"
     version: Literal[3] = 3
-    applied_updates: Count
-    skipped_steps: Count
-    loss_scale: dict[_Name, float | list[float]]  # by the loss scale's own state names
-    loss_scale_rule: _Name | None = None  # the rule whose states `loss_scale` has; None: nobody has trained the model
+    applied_updates: int
+    skipped_steps: int
+    loss_scale: dict[str, float | list[float]]  # by the loss scale's own state names
+    loss_scale_rule: str | None = None  # the rule whose states `loss_scale` has; None: nobody has trained the model
     run: RunRecord
     layout: LayoutRecord
     states: tuple[StateSet, ...]  # the distinct sets: "master" and the optimizer's states, or "buffer" alone

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import Any, get_args
+from typing import get_args
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ from megamix.mixed_precision.optimizers import Optimizer
 from megamix.names import by_plain_name
 
 DTYPES: dict[str, torch.dtype] = dict(zip(get_args(Dtype), SAVED_DTYPES, strict=True))
-DTYPE_NAMES: dict[str, Any] = {str(dtype): name for name, dtype in DTYPES.items()}  # Any: each name has a Literal type
+DTYPE_NAMES = {str(dtype): name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from collections import deque
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-from megamix.checkpoint.manifest import Count, Record
+from megamix.checkpoint.manifest import Record
 from megamix.data.sampler import Samples, cut, num_samples
 
 OnOverflow = Literal["requeue", "redo", "skip"]
@@ -50,9 +50,9 @@ class Fate(enum.Enum):
 class WaitingBatch(Record):
     """A batch that overflowed, and the number of attempts until it is tried again."""
 
-    samples: tuple[tuple[Count, Count], ...]  # (first, length) of each range
-    tries: Count
-    counted_tries: Count
+    samples: tuple[tuple[int, int], ...]  # (first, length) of each range
+    tries: int
+    counted_tries: int
     due_in: int
 
     @staticmethod
@@ -69,9 +69,9 @@ class WaitingBatch(Record):
 class PlanState(Record):
     """The state of the plan between updates, when no attempt is in flight."""
 
-    applied: Count = 0
-    attempts: Count = 0  # attempts handed out so far
-    cursor: Count = 0  # the first sample that was never tried
+    applied: int = 0
+    attempts: int = 0  # attempts handed out so far
+    cursor: int = 0  # the first sample that was never tried
     waiting: tuple[WaitingBatch, ...] = ()
     last_applied_scale: float | None = None
 

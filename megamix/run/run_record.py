@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast
 from pydantic import Field, ValidationError
 
 from megamix.builders.objects import build_loss_scale
-from megamix.checkpoint.manifest import AVERAGE, BUFFER, Count, Manifest, states_text
+from megamix.checkpoint.manifest import AVERAGE, BUFFER, Manifest, states_text
 from megamix.checkpoint.snapshot import state_set
 from megamix.config import ConfigError, DecoderConfig
 from megamix.config.problems import short
@@ -141,11 +141,11 @@ def _validated(kind: type[_Section], tree: dict[str, Any], saved: Mapping[str, A
 class Progress(PlanState):
     """The progress of a run, which a checkpoint keeps beside the engine's state."""
 
-    skipped: Count = 0  # attempts that overflowed
+    skipped: int = 0  # attempts that overflowed
     interval_losses: tuple[str, ...] = ()  # losses of the log interval so far, as float.hex
-    validated: Count = 0  # the update after which the last validation was
-    tokens: Count = 0  # tokens of all updates
-    log_sizes: dict[str, Count] = Field(default_factory=dict)  # of checkpoints of earlier versions; not read
+    validated: int = 0  # the update after which the last validation was
+    tokens: int = 0  # tokens of all updates
+    log_sizes: dict[str, int] = Field(default_factory=dict)  # of checkpoints of earlier versions; not read
 
     @staticmethod
     def read(values: Mapping[str, Any]) -> Progress:
