@@ -67,9 +67,7 @@ def _put(tree: MutableMapping[str, Any], path: list[str], value: Any) -> None:
     *tables, name = path
     table: Any = tree
     for inner in tables:
-        if inner not in table:
-            table[inner] = {}
-        table = table[inner]
+        table = table.setdefault(inner, {})
         if not isinstance(table, MutableMapping):
             return
     if value == {}:
