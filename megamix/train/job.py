@@ -10,13 +10,13 @@ from typing import NamedTuple
 import torch
 
 from megamix.builders.data import JobCorpus
-from megamix.builders.objects import DTYPES, build_loader, build_optimizer, build_precision
+from megamix.builders.objects import DTYPES, build_loader, build_loss_scale, build_optimizer
 from megamix.config import Config, Pace, grad_accum_steps
 from megamix.config.sections import CheckpointConfig, MetricsConfig
 from megamix.inspect.overflows import OverflowHistory
 from megamix.mixed_precision.average import WeightAverage
 from megamix.mixed_precision.engine import ShardedEngine
-from megamix.mixed_precision.settings import Sharding
+from megamix.mixed_precision.settings import Precision, Sharding
 from megamix.parallel.build import ModelPart, undrawn
 from megamix.parallel.micro_batch_runner import MicroBatchRunner
 from megamix.report.chosen_trackers import start_trackers
@@ -86,6 +86,9 @@ def build(config: Config, run: Run, resume: Resume, corpus: JobCorpus, lines: Li
     begins = resume.start.checkpoint is None
     with phase(f"building the model{_COMPILES if config.optimizer.compile else ''}"):
         part = ModelPart(config.model, section, config.precision.fp8, topology, device)
+        dtype, scale = DTYPES[config.precision.dtype], build_loss_scale(config.precision)
+        grad_dtype = dtype if config.precision.grad_dtype == "half" else torch.float32
+        precision = Precision(dtype, grad_dtype, scale, config.precision.reduce_dtype)
         optimizer = build_optimizer(config.optimizer, config.model, config.lr_schedule, pace)
         sharding = Sharding(
             units=part.module.units, topology=topology, bucket_size=section.bucket_size, overlap=section.overlap,
@@ -94,7 +97,7 @@ def build(config: Config, run: Run, resume: Resume, corpus: JobCorpus, lines: Li
         engine = ShardedEngine(
             part.module,
             optimizer,
-            build_precision(config.precision),
+            precision,
             sharding,
             clip_grad=config.optimizer.clip_grad,
             grad_accum_steps=grad_accum_steps(config, topology.dp.size),
