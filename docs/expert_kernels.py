@@ -19,7 +19,7 @@ def _rows() -> Iterator[str]:
 
     (forward, backward), (some_forward, some_backward) = count(1), count(8)
     both = {part: (forward[part], backward[part]) for part in forward}
-    both[f"{PRODUCTS}, `ep_size = 8`"] = some_forward[PRODUCTS], some_backward[PRODUCTS]
+    both[f"{PRODUCTS}, `expert.size = 8`"] = some_forward[PRODUCTS], some_backward[PRODUCTS]
     for name, parts in both.items():
         operations = " / ".join(str(part.operations) for part in parts)
         gigabytes = " / ".join(f"{part.bytes / 1e9:.2f}" for part in parts)

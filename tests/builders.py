@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from megamix import AdamW, Precision, ShardedEngine, Sharding
 from megamix.builders.data import JobCorpus
 from megamix.builders.objects import build_optimizer, lr_table
-from megamix.config import Config, Pace, config_from_dict
+from megamix.config import Config, Pace, ParallelismConfig, config_from_dict
+from megamix.config.choices import without_off
 from megamix.config.sections import TrainingConfig
 from megamix.data.source import MarkovSource
 from megamix.data.token_file import TokenFileWriter
@@ -207,6 +208,12 @@ def tiny_job(folder, *layers, tokens=None, **settings):
         "metrics": {"log_interval": 4, "tensorboard": False},
     }
     return config_from_dict(tree, changes)
+
+
+def divided(config, **tables):
+    """Return a job with these tables of [parallelism], given as in a file."""
+    section = ParallelismConfig.model_validate(without_off(ParallelismConfig, tables))
+    return config.with_keys(parallelism={name: getattr(section, name) for name in tables})
 
 
 def _unpickle(*arguments):

@@ -295,6 +295,8 @@ def test_no_run_folder_and_no_checkpoint_imports_what_it_names(here, capsys):
         assert main(words) == 2, words
         assert "if you trust that code, write --plugins hostile right after the verb" in capsys.readouterr().err
         assert "hostile" not in sys.modules, words
+    assert main(["checkpoint", "export", str(checkpoint), "--to", "dcp", "out"]) == 0  # hands on, and asks no code
+    assert "hostile" not in sys.modules
     for words in (["generate", str(run)], ["config", str(run / "config.toml"), "--show"]):
         assert main([*words, "--plugins", "hostile"]) == 2
         assert "plugins: hostile cannot be imported: SystemExit: imported; mend" in capsys.readouterr().err

@@ -6,13 +6,13 @@ from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Any, Self
 
-from megamix.config.choices import Tree, is_off, section_at
+from megamix.config.choices import Tree
 from megamix.config.old_keys import saved_tree
 from megamix.config.pace import Pace
 from megamix.config.sections import Tables
 from megamix.config.toml_text import tables_to_toml
 from megamix.config.unread import default, drop_unread, with_defaults
-from megamix.plugins import Section, import_plugins
+from megamix.plugins import import_plugins
 
 
 class Config(Tables):
@@ -36,8 +36,7 @@ class Config(Tables):
         return Pace(self.training, self.model.seq_len)
 
     def with_keys(self, **sections: Mapping[str, object]) -> Self:
-        """Return another configuration, with these keys of its sections changed. A table may be a dictionary, or off;
-        other values are not checked.
+        """Return another configuration, with these keys of its sections changed. The values are not checked.
 
         Raises: KeyError for a name that is no key.
         """
@@ -45,20 +44,11 @@ class Config(Tables):
         for name, keys in sections.items():
             if unknown := keys.keys() - type(tables[name]).model_fields.keys():
                 raise KeyError(f"{name}.{min(unknown)}")
-            kinds = {key: section_at(type(tables[name]), [key], keys) for key in keys}
-            whole = {key: _table(kinds[key], value) for key, value in keys.items()}
-            tables[name] = tables[name].model_copy(update=whole)
+            tables[name] = tables[name].model_copy(update=keys)
         return type(self).model_construct(**tables)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _from_tree, (self.model_dump(),)  # a class that holds plugins' keys cannot be pickled by its name
-
-
-def _table(kind: type[Section] | None, value: object) -> object:
-    """Return a dictionary as a table of this class, and none of one that is off."""
-    if kind is None or not isinstance(value, dict):
-        return value
-    return None if is_off(value) else kind.model_validate(value)
 
 
 def _from_tree(tree: Mapping[str, Any]) -> Config:

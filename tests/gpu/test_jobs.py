@@ -96,7 +96,7 @@ def _use(run, out):
 def test_a_run_that_a_signal_ends_goes_on_to_the_bits_of_one_that_none_ended(gpu_ranks, data, tmp_path):
     (tmp_path / "whole").mkdir()
     (tmp_path / "asked").mkdir()
-    dense = {"model": {"experts": None}, "parallelism": {"expert": {"size": 1}}}  # a format for such experts is missing
+    dense = {"model": {"experts": None}, "parallelism": {"expert": None}}  # a format for such experts is missing
     whole, asked = (test_signals._config(tmp_path / name, data).with_keys(**dense) for name in ("whole", "asked"))
     assert gpu_ranks(test_signals._outcome, 2, whole) == ["finished"] * 2
     said = gpu_ranks(test_signals._asked, 2, asked, "validating", 1, 0, signal.SIGTERM, seed=1)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megamix.tools.verify.layouts.judge_steps import judge
 from megamix.tools.verify.layouts.observe import observe, routers
+from tests.builders import divided
 from tests.conftest import FULL
 from tests.distributed.pipelines import SCHEDULES
 from tests.tools.verify.jobs import make_config
@@ -30,7 +31,7 @@ if FULL:
 def experts_job(layout, ep_size, dtype, shard, **changes):
     model = {"experts": EXPERTS, "num_layers": 2, "recompute": "full" if shard == "gradients" else "none", **changes}
     job = make_config(layout, dtype=dtype, tied=False, shard=shard, model=model)
-    return job.with_keys(parallelism={"expert": {"size": ep_size}})
+    return divided(job, expert={"size": ep_size})
 
 
 @torch.no_grad()
@@ -81,7 +82,7 @@ def test_ranks_that_divide_experts_pass_verify(run_ranks, num_ranks):
 def test_ranks_that_gather_all_tokens_pass_verify_and_read_nothing_unset(run_ranks):
     for layout, crowded in (("dp2", False), ("cp2", False), ("dp2", True)):
         job = experts_job(layout, 2, "bf16", "states")
-        config = job.with_keys(parallelism={"expert": {"size": 2, "method": "gather"}})
+        config = divided(job, expert={"size": 2, "method": "gather"})
         assert passes(run_ranks, 2, config, crowded, unset=True), (layout, crowded)
 
 
@@ -90,7 +91,7 @@ def test_ranks_that_gather_all_tokens_pass_verify_and_read_nothing_unset(run_ran
 def test_each_schedule_repeats_forwards_with_the_rows_that_they_had(run_ranks, schedule):
     model = {"experts": EXPERTS, "num_layers": 4, "recompute": "full"}
     job = make_config("dp2pp2", tied=False, schedule=schedule, model=model)
-    assert passes(run_ranks, 4, job.with_keys(parallelism={"expert": {"size": 2}}))
+    assert passes(run_ranks, 4, divided(job, expert={"size": 2}))
 
 
 def test_a_rank_whose_experts_get_no_token_waits_for_nobody(run_ranks):

@@ -19,7 +19,7 @@ from megamix.cli import main
 from megamix.config import FP8Config, load_config
 from megamix.model import fp8
 from megamix.report.metrics import TAGS
-from tests.builders import EXPERTS, run_on_ranks, tiny_job, write_data
+from tests.builders import EXPERTS, divided, run_on_ranks, tiny_job, write_data
 from tests.distributed.pipelines import SCHEDULES
 from tests.train.outcome import metrics_of
 from tests.train.recorded import run_recorded
@@ -77,7 +77,7 @@ def test_a_run_goes_on_from_any_layout_with_the_same_weights(run_ranks, tmp_path
     places = (1, {}), (2, {"expert": two, "context": two}), (2, {"pipeline": two}), (2, {"expert": two})
     for ranks, place in places:
         (tmp_path / "run/weights.safetensors").unlink()
-        run_ranks(run_on_ranks, ranks, run.with_keys(parallelism={"expert": {"size": 1}, **place}))
+        run_ranks(run_on_ranks, ranks, divided(run, **{"expert": {"size": 1}} | place))
         assert differing(weights_of(run), saved) == []
     assert main(["generate", str(tmp_path / "run"), "--prompt", "def ", "--max-new-tokens", "8"]) == 0
     assert capsys.readouterr().out.startswith("def ")

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
-from megamix.config import data_parallel_size, load_config
+from megamix.config import axis_key, data_parallel_size, load_config
 from megamix.tools.plan.calibrate import MeasuredStep, calibrate, measured_step
 from megamix.tools.plan.time_constants import fitted_constants
 from megamix.tools.plan.time_hardware import load_hardware, measured_hardware
@@ -27,7 +27,7 @@ LARGE = "model.hidden_size=512 model.num_heads=8"
 PIPELINE = "parallelism.pipeline"
 
 # Overrides by name, which begins with the number of ranks.
-SHORT = {"mb": "training.micro_batch_size"} | {axis: f"parallelism.{axis}_size" for axis in ("tp", "pp", "cp")}
+SHORT = {"mb": "training.micro_batch_size"} | {axis: f"parallelism.{axis_key(axis)}" for axis in ("tp", "pp", "cp")}
 FEW = {
     "1 small": "mb=2",
     "1 large": f"mb=4 {LARGE}",

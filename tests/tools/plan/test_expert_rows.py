@@ -19,6 +19,7 @@ from megamix.tools.plan.expert_rows import expert_rows
 from megamix.tools.plan.memory_plan import plan_memory
 from megamix.tools.plan.report import report_lines
 from megamix.tools.verify.core.layout import parse_layout
+from tests.builders import divided
 from tests.conftest import FULL
 from tests.tools.plan.test_memory_plan import SCALARS, _measured
 from tests.tools.plan.test_memory_plan import _config as _dense
@@ -150,6 +151,6 @@ def test_rows_are_planned_that_do_not_divide_by_the_ranks():
 
 def test_more_ranks_for_the_experts_are_proposed_with_the_peak_that_they_lead_to():
     config = _config("dp4-parameters", **BF16, **AGAIN, seq_len=63, micro_batch_size=1)  # no other ways
-    divided = config.with_keys(parallelism={"expert": {"size": 4}})
-    plan, smaller = plan_memory(config, 4, "gpu"), plan_memory(divided, 4, "gpu")
+    more = divided(config, expert={"size": 4})
+    plan, smaller = plan_memory(config, 4, "gpu"), plan_memory(more, 4, "gpu")
     assert Advice("parallelism.expert.size = 4", smaller.peak) in advise(config, plan, smaller.peak)

@@ -27,11 +27,11 @@ from megamix.tools.plan.time_line import time_line
 from megamix.tools.plan.time_model import step_time
 from megamix.train.job import Lines
 from megamix.train.main import run_job
-from tests.builders import tiny_job, write_data
+from tests.builders import divided, tiny_job, write_data
 
 
 def config(name="llama3.1-8b", **parallelism):
-    return load_config(Path(__file__).parents[3] / "configs" / f"{name}.toml").with_keys(parallelism=parallelism)
+    return divided(load_config(Path(__file__).parents[3] / "configs" / f"{name}.toml"), **parallelism)
 
 
 HARDWARE, CPU, BEFORE = load_hardware("h100-sxm"), load_hardware("cpu"), fitted_constants()

@@ -6,6 +6,7 @@ from megamix.config import config_from_dict
 from megamix.mixed_precision.unseen_writes import UnseenWrites
 from megamix.tools.verify.core.layout import parse_layout
 from megamix.tools.verify.layouts.observe import observe
+from tests.builders import divided
 from tests.tools.verify import engine_bugs
 from tests.tools.verify.engine_bugs import FAMILY
 
@@ -71,7 +72,7 @@ def make_config(
     }  # fmt: skip
     config = place.apply(config_from_dict(tree), accumulation)
     if config.parallelism.context is not None:
-        config = config.with_keys(parallelism={"context": {"size": place.size("cp"), "method": cp_method}})
+        config = divided(config, context={"size": place.size("cp"), "method": cp_method})
     return config.with_keys(**(keys or {}))
 
 
