@@ -289,7 +289,6 @@ def test_no_run_folder_and_no_checkpoint_imports_what_it_names(here, capsys):
     for words in (
         ["generate", str(run)], ["evaluate", str(checkpoint)], ["export", str(checkpoint), "--to", "hf", "out"],
         ["checkpoint", "ls", str(run)], ["checkpoint", "verify", str(checkpoint)],
-        ["checkpoint", "export", str(checkpoint), "--to", "dcp", "out"],
         ["config", str(run / "config.toml"), "--show"], ["train", str(on_top), "--check"],
     ):  # fmt: skip
         assert main(words) == 2, words
