@@ -80,18 +80,14 @@ def generate_arguments(parser: Parser) -> None:
 
 @lines_told
 def run_generate(arguments: argparse.Namespace) -> Iterator[str]:
-    find_model(arguments.path)
-    progress = arguments.progress
-    progress.begin("loading torch")
+    source, progress = _open(arguments), arguments.progress
     from megamix.builders.objects import DTYPES
     from megamix.comm.topology import local_device
     from megamix.data.tokenizer import open_tokenizer
-    from megamix.hub.source import open_source
     from megamix.hub.tokenizer_files import end_ids, special_ids
     from megamix.run.results import Sampling, sample_text
 
     sampling = Sampling(arguments.max_new_tokens, arguments.seed, arguments.temperature, arguments.top_p)
-    source = open_source(arguments.path, average=arguments.average)
     path = arguments.tokenizer or source.tokenizer
     if path is None:
         raise ValueError(f"{source.path} has no tokenizer; name one with --tokenizer FILE")
