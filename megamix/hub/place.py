@@ -40,12 +40,9 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is missing; give a Hugging Face folder (hf download NAME --local-dir DIR)")
     refuse_pointer(path)
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        return dict(json.loads(path.read_text(encoding="utf-8")))
     except ValueError as error:
         raise ValueError(f"{path} is no JSON: {error}; copy it again") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} holds no table")
-    return content
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
