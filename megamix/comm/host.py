@@ -15,9 +15,6 @@ import torch.distributed as dist
 from megamix.comm.collectives import Collectives, make_collectives
 from megamix.comm.topology import Axis
 
-_USUAL = 1024  # bytes of a text sent at once; a longer text is sent again once its length is known
-_LENGTH = 8  # bytes
-
 
 def gather_json(collectives: Collectives, value: Any, device: torch.device) -> list[Any]:
     """Return every rank's value, in rank order. The values travel as JSON: torch's own object gather unpickles, and a
@@ -26,18 +23,10 @@ def gather_json(collectives: Collectives, value: Any, device: torch.device) -> l
     `device`: the device of the collectives' tensors.
     """
     content = json.dumps(value).encode()
-
-    def rows(room: int) -> list[bytes]:
-        """Return each rank's content length and as much of its content as `room` bytes hold."""
-        row = bytearray(len(content).to_bytes(_LENGTH, "little") + content[:room].ljust(room))
-        table = collectives.table(torch.frombuffer(row, dtype=torch.uint8).to(device))
-        return [bytes(line.tolist()) for line in table.cpu()]
-
-    found = rows(_USUAL)
-    lengths = [int.from_bytes(row[:_LENGTH], "little") for row in found]
-    if max(lengths) > _USUAL:
-        found = rows(max(lengths))
-    return [json.loads(row[_LENGTH:][:length]) for row, length in zip(found, lengths, strict=True)]
+    most = int(collectives.table(torch.tensor([len(content)], device=device)).max())
+    row = bytearray(content.ljust(most))  # JSON ends where the blanks begin
+    table = collectives.table(torch.frombuffer(row, dtype=torch.uint8).to(device))
+    return [json.loads(bytes(line)) for line in table.tolist()]
 
 
 def tell_collectives(path: Path) -> None:
