@@ -104,14 +104,8 @@ def _rows(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def _series(rows: Sequence[dict[str, Any]], tag: str) -> Series:
-    known = [row for row in rows if math.isfinite(_number(row, tag))]
+    known = [row for row in rows if row.get(tag) is not None]
     return Series([row["step"] for row in known], [row[tag] for row in known])
-
-
-def _number(row: dict[str, Any], tag: str) -> float:
-    """Return a row's number, NaN for null and for what is none."""
-    value = row.get(tag)
-    return value if isinstance(value, int | float) else math.nan
 
 
 def _transfers(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -129,17 +123,17 @@ def _precision(rows: Sequence[dict[str, Any]]) -> dict[str, HeatMap]:
     examined = [row for row in rows if any(tag.startswith(first) for tag in row)]
     layers = [tag.removeprefix(first) for row in examined[:1] for tag in row if tag.startswith(first)]
     steps = [row["step"] for row in examined]
-    return {
-        name: HeatMap(layers, steps, [[_number(row, precision_tag(name, it)) for row in examined] for it in layers])
-        for name in DRAWN if layers
-    }  # fmt: skip
+    maps = dict[str, HeatMap]()
+    for name in DRAWN if layers else ():
+        values = [[row.get(precision_tag(name, layer)) for row in examined] for layer in layers]
+        maps[name] = HeatMap(layers, steps, [[math.nan if it is None else it for it in own] for own in values])
+    return maps
 
 
 def _loads(rows: Sequence[dict[str, Any]]) -> dict[int, HeatMap]:
     """Return the loads of the last row that holds counts, by the row's step."""
     for row in reversed(rows):
-        counts = {tag: value for tag, value in row.items() if tag.startswith(_COUNTS) and isinstance(value, list)}
-        if found := {tag.removeprefix(_COUNTS): over_mean(each) for tag, each in counts.items()}:
+        if found := {tag.removeprefix(_COUNTS): over_mean(each) for tag, each in row.items() if _COUNTS in tag}:
             width = max(map(len, found.values()))
             values = [loads + [math.nan] * (width - len(loads)) for loads in found.values()]
             return {row["step"]: HeatMap([*found], [*range(width)], values)}

@@ -160,14 +160,8 @@ def test_names_that_matplotlib_reads_otherwise_are_shown(tmp_path, drawn):
     assert _legend(drawn[0].axes[0]) == [r"\$a_\$", "validation", "\u200b_b"]
 
 
-FOREIGN = ("precision/mine/embedding", "load/counts/a", "precision/a")  # each looks like one of ours
-
-
-@pytest.mark.parametrize(
-    "line",
-    ['{"step": 40, "train/lo', "[2]", '{"train/loss": 1}', *(f'{{"step": 30, "{name}": 1.0}}' for name in FOREIGN)],
-)
-def test_a_line_that_no_run_has_written_whole_or_under_a_name_of_its_own_is_left_out(run, line):
+@pytest.mark.parametrize("line", ['{"step": 40, "train/lo', "[2]", '{"train/loss": 1}'])
+def test_a_line_that_no_run_has_written_whole_is_left_out(run, line):
     whole = read_history(run)
     rows = (run / "metrics.jsonl").read_text()
     (run / "metrics.jsonl").write_text(f"{line}\n{rows}{line}")
