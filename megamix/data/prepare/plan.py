@@ -19,6 +19,7 @@ from megamix.data.prepare.faults import fault_of
 from megamix.data.prepare.json_records import elements, lines, read_json
 from megamix.data.prepare.records import BadRecord, Record, Records, Stretch, read_registered, read_text
 from megamix.data.prepare.tables import arrow_columns, cut_parquet, parquet_columns, read_table
+from megamix.data.steady_file import file_fingerprint
 from megamix.machine import memory_for_each, num_cores
 from megamix.plugins import COMPRESSIONS, READERS
 from megamix.progress import ProgressLine
@@ -124,16 +125,11 @@ def _plan_file(file: CorpusFile, text_key: str, piece_bytes: int) -> tuple[Plann
     if file.kind == "jsonl" and not fault and not is_named(path, COMPRESSIONS):
         sha256, stretches = _cut_lines(path, piece_bytes)
     else:
-        sha256 = file_sha256(Path(path))
+        sha256 = file_fingerprint(Path(path))
         is_cut = file.kind == "parquet" and not fault
         stretches = cut_parquet(path) if is_cut else [Stretch(0, sys.maxsize, 0, num_bytes)]
     read, full_bytes = partial(reader, path, text_key), pointed_bytes or num_bytes
     return PlannedFile(file, num_bytes, before.st_mtime_ns, sha256, read, fault, full_bytes), stretches
-
-
-def file_sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _cut_lines(path: str, piece_bytes: int) -> tuple[str, list[Stretch]]:

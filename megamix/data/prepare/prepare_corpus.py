@@ -19,11 +19,12 @@ from megamix.data.prepare import MANIFEST_NAME
 from megamix.data.prepare.corpus import Corpus, counted, first_few
 from megamix.data.prepare.lost import BAD_RECORDS_NAME, check_losses, count_losses, line_of, told_losses, write_lines
 from megamix.data.prepare.pieces import EncodingJob, PieceReport, merge_pieces
-from megamix.data.prepare.plan import PIECE_BYTES, Plan, file_sha256, make_plan
+from megamix.data.prepare.plan import PIECE_BYTES, Plan, make_plan
 from megamix.data.prepare.records import BadRecord
 from megamix.data.prepare.split import split_of
 from megamix.data.prepare.tokenizer_choice import TRAIN, TRAIN_BYTES, TokenizerChoice, make_tokenizer, sample_texts
 from megamix.data.prepare.workers import call_apart, encode_pieces, wait_for_orphans
+from megamix.data.steady_file import file_fingerprint
 from megamix.data.tokenizer import open_tokenizer
 from megamix.durable import folder_aside, lock_file, remove_asides, write_text
 from megamix.machine import num_cores
@@ -216,7 +217,7 @@ def _write(
         "num_bad_records": len(bad_records),
         "lost": count_losses(bad_records, plan.sizes),
         "outputs": {
-            str(file.relative_to(result)): {"num_bytes": file.stat().st_size, "sha256": file_sha256(file)}
+            str(file.relative_to(result)): {"num_bytes": file.stat().st_size, "sha256": file_fingerprint(file)}
             for file in sorted(result.rglob("*"))
             if file.is_file()
         },
