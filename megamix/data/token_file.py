@@ -1,7 +1,6 @@
 """Token files in Megatron's format: PREFIX.bin holds the ids of all documents in order, PREFIX.idx their places."""
 
 import hashlib
-import struct
 from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
@@ -40,59 +39,42 @@ def token_dtype(vocab_size: int) -> "np.dtype[np.integer]":
 
 
 class TokenFileWriter:
-    """Writes a token file document by document: `with TokenFileWriter(prefix, vocab_size) as writer: writer.add(ids)`.
+    """Writes a token file of documents of one sequence each: `with TokenFileWriter(prefix, vocab_size) as writer:
+    writer.add(ids)`.
 
     Both files are written under other names. Leaving the block without an exception renames .bin, then .idx. The .idx
     is the commit: a writer that is killed at any instant leaves none, and a reader refuses a prefix without it. The
     index's content waits on the disk, too, so memory does not grow with the number of documents.
     """
 
-    def __init__(self, prefix: Path, vocab_size: int, dtype: "np.dtype[np.generic] | None" = None) -> None:
-        """Keep the settings. `dtype`: `token_dtype` if None."""
+    def __init__(self, prefix: Path, vocab_size: int) -> None:
         self.num_tokens = 0
         self.num_documents = 0
-        self._num_sequences = 0
         self._prefix = prefix
-        self._dtype = dtype or token_dtype(vocab_size)
         self._vocab_size = vocab_size
+        self._dtype = token_dtype(vocab_size)
         self._open = ExitStack()
 
     def __enter__(self) -> "TokenFileWriter":
-        folder = self._prefix.parent
         self._idx = self._open.enter_context(written_aside(idx_path(self._prefix)))
         self._bin = self._open.enter_context(written_aside(bin_path(self._prefix)))  # renamed first
-        self._lengths = self._open.enter_context(TemporaryFile(dir=folder))
-        self._borders = self._open.enter_context(TemporaryFile(dir=folder))
+        self._lengths = self._open.enter_context(TemporaryFile(dir=self._prefix.parent))
         self._open.push(self._finish)
-        self._borders.write(struct.pack("<q", 0))
         return self
 
-    def add(self, *sequences: NDArray[np.number]) -> None:
-        """Append one document of one or several sequences.
+    def add(self, token_ids: NDArray[np.integer], lengths: NDArray[np.integer] | None = None) -> None:
+        """Append documents. `token_ids`: those of all. `lengths`: of each; None: it is one document.
 
-        Shapes: each (sequence length,), of any integer dtype (any dtype at all if the file's dtype was given).
         Raises: ValueError for an id outside the vocabulary: the cast to the file's dtype would wrap it silently.
         """
-        for token_ids in sequences:
-            if token_ids.size and (token_ids.min() < 0 or token_ids.max() >= self._vocab_size):
-                raise ValueError(
-                    f"document {self.num_documents} of {self._prefix}: token ids {token_ids.min()} to "
-                    f"{token_ids.max()} do not fit a vocabulary of {self._vocab_size}; give the vocab_size of the "
-                    "tokenizer that made them"
-                )
-            self._bin.write(token_ids.astype(self._dtype).tobytes())
-            self._lengths.write(struct.pack("<i", token_ids.size))
-            self.num_tokens += token_ids.size
-        self._num_sequences += len(sequences)
-        self.num_documents += 1
-        self._borders.write(struct.pack("<q", self._num_sequences))
-
-    def add_documents(self, token_ids: NDArray[np.integer], lengths: NDArray[np.integer]) -> None:
-        """Append documents of one sequence each. `token_ids`: those of all, in the file's dtype."""
-        self._bin.write(token_ids.tobytes())
+        if token_ids.size and (token_ids.min() < 0 or token_ids.max() >= self._vocab_size):
+            raise ValueError(
+                f"document {self.num_documents} of {self._prefix}: token ids {token_ids.min()} to {token_ids.max()} do "
+                f"not fit a vocabulary of {self._vocab_size}; give the vocab_size of the tokenizer that made them"
+            )
+        lengths = np.array([token_ids.size]) if lengths is None else lengths
+        self._bin.write(token_ids.astype(self._dtype).tobytes())
         self._lengths.write(lengths.astype("<i4").tobytes())
-        self._borders.write((np.arange(1, lengths.size + 1, dtype="<i8") + self._num_sequences).tobytes())
-        self._num_sequences += lengths.size
         self.num_tokens += token_ids.size
         self.num_documents += lengths.size
 
@@ -101,7 +83,7 @@ class TokenFileWriter:
 
     def _finish(self, error_type: type[BaseException] | None, *_: object) -> None:
         if error_type is None:
-            write_index(self._idx, self._dtype, self._lengths, self._borders)
+            write_index(self._idx, self._dtype, self._lengths)
             for file in (self._bin, self._idx):  # a full disk shows here, before anything is replaced
                 sync_file(file)
             # Remove an older index first: beside a new .bin of the same size it would look like a commit.

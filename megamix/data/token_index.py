@@ -141,13 +141,12 @@ def _read_header(file: SteadyFile) -> tuple[int, int, "np.dtype[np.generic]"]:
     return num_sequences, num_borders, np.dtype(DTYPES[code])
 
 
-def write_index(file: IO[bytes], dtype: "np.dtype[np.generic]", lengths: IO[bytes], borders: IO[bytes]) -> None:
-    """Write PREFIX.idx in stretches, so that memory does not grow with the number of documents.
-
-    `lengths` holds each sequence's number of tokens as i32. `borders` holds as i64 the number of sequences before each
-    document, and in the end the number of all. Both files must be positioned at their ends.
+def write_index(file: IO[bytes], dtype: "np.dtype[np.integer]", lengths: IO[bytes]) -> None:
+    """Write the PREFIX.idx of documents of one sequence each, in stretches, so that memory does not grow with their
+    number. `lengths` holds each one's number of tokens as i32, and must be positioned at its end.
     """
-    file.write(HEADER.pack(MAGIC, VERSION, _CODES[dtype], lengths.tell() // 4, borders.tell() // 8))
+    count = lengths.tell() // 4
+    file.write(HEADER.pack(MAGIC, VERSION, _CODES[dtype], count, count + 1))
     lengths.seek(0)
     shutil.copyfileobj(lengths, file)
     lengths.seek(0)
@@ -157,5 +156,5 @@ def write_index(file: IO[bytes], dtype: "np.dtype[np.generic]", lengths: IO[byte
         ends = start + np.cumsum(sizes)
         file.write((ends - sizes).astype("<i8").tobytes())
         start = int(ends[-1])
-    borders.seek(0)
-    shutil.copyfileobj(borders, file)
+    for border in range(0, count + 1, _CHUNK):
+        file.write(np.arange(border, min(border + _CHUNK, count + 1), dtype="<i8").tobytes())

@@ -164,7 +164,7 @@ def merge_pieces(
                 valid = chunk["draws"] == least if moves else chunk["valid"]
                 for part, taken in zip(parts, (~valid, valid), strict=False):
                     tokens = chunk["tokens"][np.repeat(taken, chunk["lengths"])]
-                    writers[part].add_documents(tokens, chunk["lengths"][taken])
+                    writers[part].add(tokens, chunk["lengths"][taken])
                     num_bytes[part] += int(chunk["num_bytes"][taken].sum())
     if not writers["train"].num_documents:
         raise ValueError(
