@@ -125,8 +125,6 @@ class TokenFile(TokenIndex):
                 f"{path} has {size} bytes, its index says {self.num_tokens} tokens of {self.dtype.name} = {expected} "
                 "bytes; the copy is incomplete or the two files are not of one run: write or copy both again"
             )
-        if not expected:
-            raise DataError(f"{path} is empty; prepare it from a corpus with text")
         self.tokens = FileArray(file, self.dtype, 0, self.num_tokens)  # on the disk
 
     def sampled_id_outside(self, vocab_size: int) -> int | None:

@@ -136,7 +136,7 @@ def test_tokens_that_are_short_or_gone_are_refused_likewise(tmp_path):
     assert "train.bin has 10 bytes, its index says 6 tokens of uint16 = 12 bytes" in problems(prefix)
     bin_path(prefix).unlink()
     assert f"train.bin is missing, {idx_path(prefix)} is there; write both again" in problems(prefix)
-    assert "is empty; prepare it from a corpus with text" in problems(write(prefix, []))
+    assert "0 tokens are fewer than one sample of model.seq_len + 1 = 3" in problems(write(prefix, []))
 
 
 def test_every_truncation_and_every_flipped_header_byte_is_found(tmp_path):

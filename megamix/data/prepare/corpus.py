@@ -1,6 +1,5 @@
 """The files of a corpus: text that is already on the machine, or files that the user names. Nothing is copied."""
 
-import importlib.util
 import json
 import logging
 import os
@@ -9,6 +8,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any
 
@@ -67,10 +67,7 @@ def named_corpus(name: str) -> Corpus:
     if name == "stdlib":
         root = Path(sysconfig.get_paths()["stdlib"])
     elif name == "torch":
-        spec = importlib.util.find_spec("torch")  # finds the folder without the second that importing torch takes
-        assert spec is not None, "torch is a dependency of this package"
-        assert spec.origin is not None, "torch has an __init__.py"
-        root = Path(spec.origin).parent
+        root = Path(str(distribution("torch").locate_file("torch")))  # importing torch takes a second
     else:
         raise ValueError(f"--corpus {name!r} is unknown; use stdlib or torch, or --input PATH for your own files")
     return Corpus(f"--corpus {name}", folder_files(root, suffix=".py", left_out=_LEFT_OUT))
