@@ -140,8 +140,11 @@ def _file_names(folder: Path) -> list[str]:
                 "safetensors (transformers: model.save_pretrained) and give that folder"
             )
         raise ValueError(f"{folder} has neither {WEIGHTS} nor {INDEX}; give a folder with its weights as safetensors")
-    names = sorted({*read_json(folder / INDEX)["weight_map"].values()})
+    weight_map = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise ValueError(f"{folder / INDEX} has no weight_map of names; copy the folder again")
+    names = sorted(set(weight_map.values()))
     for name in names:
-        if not (folder / name).is_file():
+        if Path(name).name != name or not (folder / name).is_file():
             raise ValueError(f"{folder / INDEX} names {name}, which is no file of the folder; copy the folder again")
     return names

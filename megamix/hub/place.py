@@ -40,9 +40,12 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is missing; give a Hugging Face folder (hf download NAME --local-dir DIR)")
     refuse_pointer(path)
     try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is no JSON: {error}; copy it again") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds no table")
+    return content
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

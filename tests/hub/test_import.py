@@ -226,7 +226,8 @@ def test_only_safetensors_that_are_all_there_are_read(tmp_path):
             import_model(given, tmp_path / "in")
 
     index = folder / "model.safetensors.index.json"
-    for bad in (index.read_text().replace("model-00002-of-", "model-00099-of-"), "no JSON"):
+    moved = [index.read_text().replace("model-00002-of-", name) for name in ("../model-00002-of-", "model-00099-of-")]
+    for bad in (*moved, "{}", "[]", "no JSON"):
         index.write_text(bad)
         refused(r"index\.json")
     index.unlink()
