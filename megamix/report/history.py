@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megamix.config import saved_tree
+from megamix.config import axis_key, saved_tree
+from megamix.config.unread import setting
 from megamix.log_file import parsed
 from megamix.report.metrics import TAGS, TRANSFERS, is_overflow, load_tag, over_mean, precision_tag, set_tag
 from megamix.run.run_folder import CONFIG, METRICS, SAMPLE
@@ -16,22 +17,20 @@ from megamix.run.run_folder import CONFIG, METRICS, SAMPLE
 DRAWN = ("unscaled_below_share", "headroom", "hidden_update_share")  # LayerPrecision's numbers that are drawn
 
 # The settings by which people tell runs apart.
-_MAIN = {
-    "model": ("family", "num_layers", "hidden_size", "num_heads", "vocab_size", "seq_len"),
-    "optimizer": ("name", "lr", "weight_decay"),
-    "precision": ("dtype",),
-    "training": ("steps", "micro_batch_size", "global_batch_size", "seed"),
-    "parallelism": ("tensor", "pipeline", "context", "expert"),
-}
+_MAIN = (
+    *("model.family", "model.num_layers", "model.hidden_size", "model.num_heads", "model.vocab_size", "model.seq_len"),
+    *("optimizer.name", "optimizer.lr", "optimizer.weight_decay", "precision.dtype"),
+    *("training.steps", "training.micro_batch_size", "training.global_batch_size", "training.seed"),
+    *(f"parallelism.{axis_key(axis)}" for axis in ("tp", "pp", "cp", "ep")),
+)
 _SET = re.compile(re.escape(set_tag("")) + r"[A-Za-z0-9_-]+")  # tag of a validation set
 _COUNTS = load_tag("counts", "")  # tag of a layer's counts; its name follows
 
 
 def main_settings(config: str) -> dict[str, Any]:
     """Return the main settings in a TOML configuration, by names such as `optimizer.lr`."""
-    tables = saved_tree(config)
-    own = ((section, key, tables.get(section, {})) for section, keys in _MAIN.items() for key in keys)
-    return {f"{section}.{key}": table[key] for section, key, table in own if key in table}
+    tree = saved_tree(config)
+    return {key: value for key in _MAIN if (value := setting(tree, key)) is not None}
 
 
 class Series(NamedTuple):

@@ -22,7 +22,7 @@ GOES_ON = [
     ({"lr": 0.005, "weight_decay": 0.0, "clip_grad": 0.0}, "optimizer.lr: 0.01 -> 0.005", 1),
     ({"shard": "parameters", "accumulate": "owner"}, "parallelism.shard", 2),
     ({}, "ranks: 1 -> 2", 2),
-    ({"tensor": {"size": 2}}, "parallelism.tensor.size", 2),
+    ({"tensor": {"size": 2}}, "parallelism.tensor", 2),
     ({"micro_batch_size": 1, "global_batch_size": 16}, "training.global_batch_size", 1),
     ({"stages": [{"from_sample": 48, "train": "OTHER"}]}, "data.stages", 1),
     ({"valid": "OTHER"}, "data.valid", 1),

@@ -35,9 +35,9 @@ def _make_part(
 ) -> ShardedEngine:
     """Return the engine of this rank's part of the model, which has the weights that make_model has."""
     cpu = torch.device("cpu")
-    keys = resized(ParallelismConfig(), tp=topology.tp.size)
-    tensor = keys["tensor"] and keys["tensor"].model_copy(update={"sequence_parallel": sequence_parallel})
-    model, placements = build_model(work.model, ParallelismConfig(tensor=tensor), topology, cpu, stages)
+    keys = resized(ParallelismConfig(), tp=topology.tp.size, cp=topology.cp.size)
+    keys["tensor"] = keys["tensor"] and keys["tensor"].model_copy(update={"sequence_parallel": sequence_parallel})
+    model, placements = build_model(work.model, ParallelismConfig(**keys), topology, cpu, stages)
     sharding = Sharding(units=[*model.blocks], topology=topology, placements=placements)
     return make_engine(work, model, sharding, drawn(model, SEED))
 
