@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,6 +32,9 @@ def run_config(arguments: argparse.Namespace) -> Iterator[str]:
         flag = "--upgrade" if arguments.upgrade else "--show"
         raise ConfigError([f"config: missing; write megamix config CONFIG {flag}"], "flags")
     if arguments.upgrade:
+        if arguments.overrides or not os.path.isfile(arguments.config):
+            problem = "--upgrade: rewrites one file, so overrides and pipes have no place; write megamix config FILE"
+            raise ConfigError([f"{problem} --upgrade"], "flags")
         yield from _upgrade(Path(arguments.config))
         return
     config = load_config(arguments.config, arguments.overrides, say=lambda line: print(f"# {line}"))
@@ -44,8 +48,6 @@ def _upgrade(path: Path) -> Iterator[str]:
         new, lines = upgraded_text(text)
     except ImportError:
         raise ConfigError([f"--upgrade: needs the package tomlkit; {installing('upgrade')}"], "flags") from None
-    except ValueError as error:
-        raise ConfigError([f"config: got {path}, {error}"], str(path)) from None
     if lines:
-        write_text(path, new)
+        write_text(path.resolve(), new)
     yield from lines or [f"{path}: has no key of an earlier version"]

@@ -96,4 +96,8 @@ def config_schema() -> dict[str, Any]:
     for name, table in [("", schema), *schema["$defs"].items()]:
         if name not in in_lists:
             table.pop("required", None)
+        for entry in table.get("properties", {}).values():  # a table may be off
+            kinds = entry.get("anyOf", [])
+            if any("$ref" in kind for kind in kinds) and {"type": "null"} in kinds:
+                kinds[kinds.index({"type": "null"})] = {"const": False}
     return schema

@@ -10,8 +10,10 @@ from typing import Any
 
 from megamix.config.choices import Tree, section_at, without_off
 from megamix.config.model_and_data import ModelConfig
+from megamix.config.problems import ConfigError
 from megamix.config.sections import Tables
 from megamix.config.toml_text import value_text
+from megamix.config.unread import default
 
 _ROWS: dict[str, dict[str, Any]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 
@@ -23,7 +25,7 @@ def upgrade(tree: MutableMapping[str, Any], whole: Mapping[str, Any] | None = No
     """
     model = section_at(Tables, ["model"], dict(tree if whole is None else whole))
     is_ours = model is not None and issubclass(model, ModelConfig)  # another family may have such keys of its own
-    told = list[tuple[str, Any, str]]()
+    told, off = list[tuple[str, Any, str]](), list[str]()
     for old, row in _ROWS.items():
         *path, name = old.split(".")
         table = _table(tree, path)
@@ -35,9 +37,15 @@ def upgrade(tree: MutableMapping[str, Any], whole: Mapping[str, Any] | None = No
         if old not in now:  # one that stays keeps its place in the text, too
             del table[name]
         for key, item in now.items():
-            _put(tree, key.split("."), item)
+            if item is False and key != row.get("new"):  # at the end, for a base may have other keys of the table
+                off.append(key)
+            else:
+                _put(tree, key.split("."), item)
         settings = " and ".join(f"{key} = {value_text(item)}" for key, item in now.items())
         told.append((old, value, f"write {settings}" if now else f"leave {name} out"))
+    for key in off:
+        if key == "model.rope" or not _table(tree, key.split(".")):
+            _put(tree, key.split("."), False)
     return told
 
 
@@ -46,13 +54,16 @@ def _now(old: str, row: dict[str, Any], value: Any, tree: MutableMapping[str, An
     if "became" in row:
         became: dict[str, Tree] = row["became"]
         return deepcopy(became.get(value_text(value)))
-    new = row["new"]
+    new, (home, _, _) = row["new"], row["new"].rpartition(".")
     if value == row.get("none", ...):
-        return {new.rpartition(".")[0]: False}
+        return {home: False}
     *path, name = old.split(".")
     section = section_at(Tables, path, tree)
-    is_present = section is not None and name in section.model_fields  # maybe of a plugin's family
-    return None if is_present else {new: value}
+    if section is not None and name in section.model_fields:
+        return None  # maybe of a plugin's family
+    # A default alone makes no table, unless a base may say otherwise.
+    is_bare = "base" not in tree and default(home, tree) is None and _table(tree, home.split(".")) is None
+    return {} if is_bare and value == default(new, tree) else {new: value}
 
 
 def _table(tree: MutableMapping[str, Any], path: list[str]) -> MutableMapping[str, Any] | None:
@@ -86,7 +97,7 @@ def saved_tree(text: str) -> Tree:
 def upgraded_text(text: str) -> tuple[str, list[str]]:
     """Return a file's text with the present keys, and a line for each old one; its comments stay.
 
-    Raises: ValueError if it must be rewritten by hand; ImportError without tomlkit.
+    Raises: ConfigError if it must be rewritten by hand; ImportError without tomlkit.
     """
     import tomlkit
 
@@ -95,5 +106,5 @@ def upgraded_text(text: str) -> tuple[str, list[str]]:
     lines = [f"{key} = {value_text(value)}: {now}" for key, value, now in upgrade(tree)]
     new = tomlkit.dumps(document)
     if tomllib.loads(new) != tree:
-        raise ValueError(f"must be rewritten by hand: {'; '.join(lines)}")
+        raise ConfigError([f"config: its keys cannot be moved by this command; {line}" for line in lines], "--upgrade")
     return new, lines

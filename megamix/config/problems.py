@@ -181,6 +181,7 @@ def _explain_value(error: ErrorDetails, tree: Mapping[str, Any]) -> str:
     is_section = isinstance(field.annotation, type) and issubclass(field.annotation, Section)
     if is_section or (kind == "model_type" and loc[-1] == key):  # model_type: of a section that may be left out
         fix = "correct its keys" if kind == "value_error" else f"write [{_path(loc)}] and its keys below it"
+        fix += f", or {_path(loc)} = false" if field.default is None and kind == "model_type" else ""
     elif kind == "literal_error" and (word := nearest(str(value).lower(), _WORD.findall(error["ctx"]["expected"]))):
         fix = f'write {key} = "{word}"'
     else:

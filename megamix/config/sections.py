@@ -125,7 +125,7 @@ class TrainingConfig(Section):
 
 def _divides(size: int) -> int:
     if size == 1:
-        raise ValueError("must be 2 or more; for a single rank write false in place of the table")
+        raise ValueError("must be 2 or more (for one rank: false in place of the table)")
     return size
 
 

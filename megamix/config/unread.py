@@ -40,7 +40,6 @@ _SAVES = (*_at_least("checkpoint.save_interval", 1), *_at_least("checkpoint.keep
 
 # A key is read where any one of these holds. Keys that are not listed are always read: also a number that another
 # number takes the sense of, such as momentum_form beside momentum = 0, for a sweep passes through such values.
-# A table stands before its own keys.
 READ_WHERE: dict[str, tuple[Where, ...]] = {
     "model.window.rope_theta": (Where("model.window.sizes", _has_window, [1024, 0]),),
     "optimizer.min_lr": _one_of("lr_schedule.decay_style", "cosine", "linear", "wsd", "inverse_sqrt"),

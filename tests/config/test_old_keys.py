@@ -7,7 +7,7 @@ import tomllib
 import pytest
 
 from megamix.cli import main
-from megamix.config import ConfigError, DecoderConfig, config_from_dict, load_config, saved_tree
+from megamix.config import ConfigError, DecoderConfig, TensorConfig, config_from_dict, load_config, saved_tree
 from megamix.config.old_keys import upgraded_text
 from megamix.plugins import FAMILIES
 from tests.config.test_errors import GOOD
@@ -29,6 +29,7 @@ OLD = {
             "parallelism": {"context": {"size": 2, "method": "heads"}},
         },
     ),
+    "a default alone, which makes no table": ("[parallelism]\nsequence_parallel = true\n", {"parallelism": {}}),
     "a value that is the default": ("[optimizer.nag]\ndampening = 0.0\n", {"optimizer": {"nag": {}}}),
     "a value that has a name now": ("[model]\nqk_norm = true\n", {"model": {"qk_norm": "head"}}),
     "two keys that are one": ('[model]\nqk_norm = true\nqk_norm_over = "all"\n', {"model": {"qk_norm": "all"}}),
@@ -120,3 +121,21 @@ def test_keys_of_another_family_are_its_own(monkeypatch):
     config = config_from_dict(tree, {"model": {"qk_norm": True, "qk_norm_over": 3}})
     assert (config.model.qk_norm, config.model.qk_norm_over) == (True, 3)
     assert config_from_dict(saved_tree(config.text)) == config
+
+
+def test_a_base_keeps_the_keys_of_a_table_whose_size_a_file_above_sets(tmp_path):
+    base = write(tmp_path, "base.toml", MINIMAL + "[parallelism]\ntp_size = 1\nsequence_parallel = false\n")
+    job = write(tmp_path, "job.toml", 'base = "base.toml"\n[parallelism]\ntp_size = 2\n')
+    for file in (base, job):
+        assert main(["config", str(file), "--upgrade"]) == 0
+    assert load_config(job).parallelism.tensor == TensorConfig(size=2, sequence_parallel=False)
+
+
+def test_an_upgrade_takes_one_file_and_follows_links(tmp_path, capsys):
+    job = write(tmp_path, "job.toml", '[precision.fp8]\nrecipe = "none"\n')
+    (tmp_path / "link.toml").symlink_to(job)
+    assert main(["config", str(job), "training.steps=3", "--upgrade"]) == 2
+    assert "--upgrade: rewrites one file" in capsys.readouterr().err
+    assert main(["config", str(tmp_path / "link.toml"), "--upgrade"]) == 0
+    assert (tmp_path / "link.toml").is_symlink()
+    assert tomllib.loads(job.read_text()) == {"precision": {"fp8": False}}
