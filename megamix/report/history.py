@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megamix.config import axis_key, saved_tree
-from megamix.config.unread import setting
 from megamix.log_file import parsed
 from megamix.report.metrics import TAGS, TRANSFERS, is_overflow, load_tag, over_mean, precision_tag, set_tag
 from megamix.run.run_folder import CONFIG, METRICS, SAMPLE
@@ -29,8 +28,14 @@ _COUNTS = load_tag("counts", "")  # tag of a layer's counts; its name follows
 
 def main_settings(config: str) -> dict[str, Any]:
     """Return the main settings in a TOML configuration, by names such as `optimizer.lr`."""
-    tree = saved_tree(config)
-    return {key: value for key in _MAIN if (value := setting(tree, key)) is not None}
+    tree, found = saved_tree(config), dict[str, Any]()
+    for key in _MAIN:
+        value: Any = tree
+        for name in key.split("."):
+            value = value.get(name) if isinstance(value, dict) else None
+        if value is not None:
+            found[key] = value
+    return found
 
 
 class Series(NamedTuple):

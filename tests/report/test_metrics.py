@@ -4,11 +4,14 @@ import dataclasses
 import json
 import math
 import time
+from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import metadata
 
+from megamix.config import load_config
+from megamix.report.history import main_settings
 from megamix.report.interval_report import StepMetrics
 from megamix.report.metrics import (
     TAGS,
@@ -23,6 +26,7 @@ from megamix.run.run_record import Progress
 from megamix.supervise.console import COLUMNS
 from tests.train.broken_disk import FULL, broken_disk
 
+CONFIGS = Path(__file__).parents[2] / "configs"
 METRICS = StepMetrics(
     loss=5.43215,
     lr=3e-4,
@@ -199,7 +203,8 @@ def test_lines_that_no_run_has_written_are_kept_and_not_told_again(tmp_path):
 
 
 def test_tensorboard_shows_configuration_and_sample_letter_by_letter_and_compares_runs(tmp_path):
-    settings = {"optimizer.lr": 0.25, "precision.dtype": "fp16"}
+    job = load_config(CONFIGS / "llama3.1-70b.toml", ["optimizer.lr=0.25", "precision.dtype=fp16"])
+    settings = main_settings(job.text)
     config = "[model]\nseq_len = 8\n"
     with MetricsWriter(tmp_path, tensorboard=True, applied=7, config=config, hparams=settings) as writer:
         writer.text(9, "sample", "def f(*args):\n\n    return `x`")
@@ -212,6 +217,7 @@ def test_tensorboard_shows_configuration_and_sample_letter_by_letter_and_compare
     content = {tag: it.plugin_data.content for tag, it in events.summary_metadata.items() if "hparams" in tag}
     begun = metadata.parse_session_start_info_plugin_data(content["_hparams_/session_start_info"]).hparams
     assert (begun["optimizer.lr"].number_value, begun["precision.dtype"].string_value) == (0.25, "fp16")
+    assert begun["parallelism.tensor.size"].number_value == 8
     judged = metadata.parse_experiment_plugin_data(content["_hparams_/experiment"]).metric_infos
     assert [metric.name.tag for metric in judged] == ["valid/loss", "train/loss"]
 
