@@ -113,7 +113,8 @@ def _outcome(board: Board, size: int) -> tuple[list[str], str]:
         ranks_of[json.dumps(board.read(f"record {rank}"))].append(rank)
     groups = [RankGroup(ranks, json.loads(record)) for record, ranks in ranks_of.items()]
     failed = [group for group in groups if _PROBLEM in group.started_with]
-    problems = [f"{names(group.ranks)}: {group.started_with[_PROBLEM]}" for group in failed]
+    who = [f"{names(group.ranks)}: " if size > 1 else "" for group in failed]
+    problems = [f"{ranks}{group.started_with[_PROBLEM]}" for ranks, group in zip(who, failed, strict=True)]
     return [*problems, *differences([group for group in groups if group not in failed])], ""
 
 
