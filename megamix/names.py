@@ -26,5 +26,13 @@ def prefix_of(path: str) -> str:
 
 
 def by_plain_name(named: Iterable[tuple[str, _Named]]) -> dict[str, _Named]:
-    """Return the named objects by their plain names, in the same order."""
-    return {plain_name(name): one for name, one in named}
+    """Return the named objects by their plain names, in the same order.
+
+    Raises: ValueError if two different objects have one plain name.
+    """
+    found: dict[str, _Named] = {}
+    for name, one in named:
+        plain = plain_name(name)
+        if found.setdefault(plain, one) is not one:
+            raise ValueError(f"{name} and another one are both {plain} without what torch's wrappers put into names")
+    return found
