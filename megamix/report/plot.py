@@ -46,8 +46,7 @@ def plot(folders: Sequence[Path]) -> Iterator[str]:
             raise ValueError(f"RUN: no loss in {folder / METRICS}; give the folder of a run that has logged a step")
     drawn = figures(histories[0])
     if len(folders) > 1:
-        runs = dict(zip(_names(folders), histories, strict=True))
-        drawn = {"compared": _curves(runs, 2, [*_CURVES])}
+        drawn = {"compared": compared(dict(zip(_names(folders), histories, strict=True)))}
     for name, figure in drawn.items():
         path = folders[0] / f"{name}.png"
         with written_aside(path) as file:
@@ -90,6 +89,11 @@ def figures(history: RunHistory) -> dict[str, Figure]:
     if history.transfers:
         drawn["communication"] = _communication(history.transfers)
     return drawn
+
+
+def compared(runs: Mapping[str, RunHistory]) -> Figure:
+    """Return the curves of several runs, by name: one colour for each run."""
+    return _curves(runs, 2, [*_CURVES])
 
 
 def _panels(height: float, rows: int = 1, columns: int = 1) -> tuple[Figure, list[Axes]]:

@@ -87,7 +87,7 @@ def _shrunken(path):
         small |= {"window.sizes": [8, 0][:layers]}
     if model.experts is not None:
         small |= {"experts.num_experts": 4, "experts.top_k": 2, "experts.ffn_hidden_size": 24}
-    alone = [f"parallelism.{axis}_size=1" for axis in ("tp", "pp", "cp", "ep")]
+    alone = [f"parallelism.{name}=false" for name in ("tensor", "pipeline", "context", "expert")]
     return load_config(path, [*alone, *(f"model.{key}={json.dumps(value)}" for key, value in small.items())]).model
 
 

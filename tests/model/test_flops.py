@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from megamix.config import ModelConfig, check_world_size, default_ffn_hidden_size, load_config
+from megamix.config import ModelConfig, check_world_size, default_ffn_hidden_size, load_config, ranks_along
 from megamix.model.family import flops_per_token, parameter_count
 from megamix.model.sizes import dense_peak
 from megamix.model.transformer import Transformer
@@ -66,7 +66,7 @@ def test_a_configuration_has_its_family_s_published_parameters_and_starts_on_8_d
     with torch.device("meta"):
         model = Transformer(config.model.model_copy(update={"compile": False}))  # compile loads the compiler
     assert parameter_count(config.model) == sum(parameter.numel() for parameter in model.parameters()) == count
-    copy = config.parallelism.tensor.size * config.parallelism.pipeline.size
+    copy = ranks_along(config.parallelism, "tp") * ranks_along(config.parallelism, "pp")
     assert check_world_size(config, max(8, copy)) == []
 
 
@@ -80,8 +80,8 @@ def test_a_window_counts_the_pairs_of_query_and_key_that_it_leaves():
 
 def test_the_70_b_configuration_s_layout_fits_its_comment():
     config = load_config(CONFIG_FILES / "llama3.1-70b.toml")
-    stages = plan_stages(config.model, config.parallelism.pipeline.size, 1)
-    largest = max(stage.params for stage in stages) / config.parallelism.tensor.size
+    stages = plan_stages(config.model, ranks_along(config.parallelism, "pp"), 1)
+    largest = max(stage.params for stage in stages) / ranks_along(config.parallelism, "tp")
     assert [round(largest * (4 + 12 / dp_size) / 1e9) for dp_size in (1, 2, 16)] == [36, 23, 11]
     assert {len(stage.layers) for stage in stages} == {19, 20, 21}
 
