@@ -151,9 +151,9 @@ class ContextConfig(Section):
     """Number of these ranks. 2 * size must divide seq_len; 8 * size if packing is "documents"; size alone if method is
     "heads"."""
     method: Literal["gather", "heads"] = "gather"
-    """What the ranks send for attention. "gather": the keys and values of all positions; each rank attends with its own
-    queries. "heads": each rank exchanges its positions for all positions of some heads; size, times that of
-    [parallelism.tensor], must divide num_kv_heads."""
+    """Way of attention. "gather": each rank gets the keys and values of all positions for its own queries. "heads":
+    each rank exchanges its positions for all positions of some heads; size, times that of [parallelism.tensor], must
+    divide num_kv_heads."""
 
 
 class ExpertConfig(Section):
@@ -164,9 +164,9 @@ class ExpertConfig(Section):
     size: _Ranks
     """Number of these ranks. Must divide num_experts."""
     method: Literal["exchange", "gather"] = "exchange"
-    """What the ranks send. "exchange": each token to the ranks of its experts; the host waits once a layer and
-    micro-batch for the numbers of tokens. "gather": all tokens to all ranks, without a wait, for BF16; size must be at
-    most model.experts.top_k."""
+    """Way of tokens. "exchange": each token goes to the ranks of its experts; the host waits once a layer and
+    micro-batch for the numbers of tokens. "gather": all tokens go to all ranks, without a wait, for BF16; size must be
+    at most model.experts.top_k."""
 
 
 class TensorConfig(Section):

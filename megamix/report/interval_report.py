@@ -90,7 +90,7 @@ class IntervalReport:
         clock.enabled = True
         self._start_s = time.perf_counter()
         self._attempts = self._attempted = 0  # attempts of the interval so far, and their tokens
-        # Of the last interval: tokens a second; seconds of one attempt, on average, and of each of its spans.
+        # The last interval had so many tokens a second; an attempt took so many seconds on average, and each span.
         self._tokens_per_s, self._step_s, self.span_s = 0.0, math.inf, dict[str, float]()
         self.losses = list[float]()  # losses of the interval so far
         self.tokens = 0  # tokens of all updates so far

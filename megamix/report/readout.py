@@ -1,5 +1,5 @@
-"""What is read of single steps, on the host: their recorded values and counts, and FP16's range by layer from an
-examined one; and the device's peaks.
+"""Reads single steps on the host: recorded values and counts, FP16's range by layer of an examined step, and the
+device's peaks.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from tests.config.test_load import MINIMAL, write
 
 EIGHT = {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 24}
 EXPERTS = ", ".join(f"{key} = {value}" for key, value in EIGHT.items())
-# Of each kind of row: what a file had, and the trees that it stands for now.
+# A file had the text; it stands for the tree now. There is a case of each kind of row.
 OLD = {
     "a value that meant none": ('[precision.fp8]\nrecipe = "none"\n', {"precision": {"fp8": False}}),
     "tables whose size meant none": (
@@ -139,3 +139,8 @@ def test_an_upgrade_takes_one_file_and_follows_links(tmp_path, capsys):
     assert main(["config", str(tmp_path / "link.toml"), "--upgrade"]) == 0
     assert (tmp_path / "link.toml").is_symlink()
     assert tomllib.loads(job.read_text()) == {"precision": {"fp8": False}}
+
+
+def test_a_file_over_a_base_keeps_a_default_that_the_base_has_otherwise():
+    new, _ = upgraded_text('base = "base.toml"\n[parallelism]\npp_schedule = "1f1b"\n')
+    assert tomllib.loads(new)["parallelism"] == {"pipeline": {"schedule": "1f1b"}}

@@ -6,7 +6,7 @@ import tomllib
 
 import pytest
 
-from megamix.config import config_from_dict, saved_tree
+from megamix.config import config_from_dict, config_schema, saved_tree
 from tests.config.test_errors import GOOD, changed, problems_of
 
 FP8 = {"precision": {"fp8": {"recipe": "rowwise", "grad": "e4m3"}}}
@@ -22,6 +22,16 @@ def test_a_table_is_off_set_and_off_again_and_begins_from_its_defaults_when_it_c
     assert config_from_dict(GOOD, FP8, again).precision.fp8.grad == "e4m3"
 
 
+def test_a_single_rank_along_an_axis_turns_its_table_off_with_all_its_keys():
+    ranks = {"parallelism": {"context": {"size": 2, "method": "heads"}}}
+    assert config_from_dict(GOOD, ranks, {"parallelism": {"context": {"size": 1}}}) == config_from_dict(GOOD)
+
+
+def test_the_schema_lets_a_file_turn_a_table_off():
+    section = config_schema()["$defs"]["ParallelismConfig"]["properties"]
+    assert {"const": False} in section["tensor"]["anyOf"]
+
+
 @pytest.mark.parametrize("config", [{}, FP8, {"training": {"average": {"decay": 0.9}}}])
 def test_what_is_shown_of_one_loads_as_the_same(config):
     config = config_from_dict(GOOD, config)
@@ -33,7 +43,10 @@ def test_what_is_shown_of_one_loads_as_the_same(config):
     ("keys", "line"),
     [
         ({"precision": {"fp8": {"grad": "e4m3"}}}, "precision.fp8.recipe: missing; write for example recipe = "),
-        ({"precision": {"fp8": True}}, "precision.fp8: got true, must be a table; write [precision.fp8] and its keys"),
+        (
+            {"precision": {"fp8": True}},
+            "precision.fp8: got true, must be a table; write [precision.fp8] and its keys below it, or prec",
+        ),
         ({"training": False}, "training: got false, must be a table; write [training] and its keys below it"),
         ({"precision": {"loss_scale": False}}, "precision.loss_scale: got false, must be a table; "),
     ],
