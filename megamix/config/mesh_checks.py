@@ -278,7 +278,8 @@ def torch_problems(config: Tables) -> Found:
     pipeline, (major, minor) = config.parallelism.pipeline, torch_version()
     if pipeline and pipeline.schedule.endswith("zero_bubble") and (major, minor) < SPLITS_BACKWARD:
         splits = f"which splits backward in two, and torch {major}.{minor} cannot split that of our operations"
-        fix = 'install torch >= 2.13, or write schedule = "interleaved_1f1b"'
+        least = ".".join(map(str, SPLITS_BACKWARD))
+        fix = f'install torch >= {least}, or write schedule = "interleaved_1f1b"'
         yield "parallelism.pipeline.schedule", f"{splits}; {fix}"
 
 

@@ -210,6 +210,11 @@ class ParallelismConfig(Section):
     timeout_s: PositiveFloat = 600.0
     """Seconds that a rank may make no progress, computing or waiting for another one, before all ranks end."""
 
+    @property
+    def sequence_parallel_ranks(self) -> int:
+        """Return the tensor-parallel ranks that divide the positions between layers, too; 1: each holds them all."""
+        return self.tensor.size if self.tensor is not None and self.tensor.sequence_parallel else 1
+
 
 MORE_AXES.reserved = (*ParallelismConfig.model_fields, *AXES, "ep")
 

@@ -64,14 +64,14 @@ class ModelPart:
 
     def runner(self, engine: ShardedEngine, micro_batch_size: int) -> MicroBatchRunner:
         """Return the object that sends a step's micro-batches through this part."""
-        pipeline, tensor = self._parallelism.pipeline, self._parallelism.tensor
+        pipeline = self._parallelism.pipeline
         if pipeline is None:
             return MicroBatchRunner(engine)
         # torch's pipelines import the compiler, which takes 2 s. Jobs without a pipeline do not wait for that.
         from megamix.parallel.pipeline_parallel import Handover, Pipeline
 
         topology, batch = engine.topology, (micro_batch_size, self.section.seq_len)
-        parts = topology.tp.size if tensor and tensor.sequence_parallel else 1  # in training
+        parts = self._parallelism.sequence_parallel_ranks  # in training
         own = {number: plan.layers for number, plan in enumerate(self.stages) if plan.rank == topology.pp.rank}
         handover = Handover(topology.pp, len(self.stages), batch, topology.cp.size, parts)
         return Pipeline(engine, _ours(self.module), own, pipeline.schedule, handover)
@@ -151,8 +151,7 @@ def outline(
     layers = sorted(layer for plan in stages if plan.rank == topology.pp.rank for layer in plan.layers)
     with torch.device("meta"):
         model = family_of(config).part(config, layers or range(config.num_layers))
-    tensor = parallelism.tensor
-    placements = place_params(model, topology, sequence_parallel=tensor is not None and tensor.sequence_parallel)
+    placements = place_params(model, topology, sequence_parallel=parallelism.sequence_parallel_ranks > 1)
     if stages:
         keep_layers(_ours(model), layers)
         if config.tie_embeddings and stages[0].rank != stages[-1].rank:

@@ -80,7 +80,7 @@ def _of_job(arguments: argparse.Namespace) -> Iterator[str]:
     config = Layout(
         "audit",
         (("dp", ranks // own), *others.items()),
-        section.tensor is not None and section.tensor.sequence_parallel,
+        section.sequence_parallel_ranks > 1,
     ).apply(config)
     config = config.with_keys(optimizer={"compile": False})  # the same dtypes, without 10 s of compiler
     from megamix.comm.topology import leave_ranks, local_device, meet_ranks  # imports torch, which takes seconds

@@ -70,9 +70,8 @@ class TracedWork:
     @property
     def hidden(self) -> tuple[int, int, int]:
         """Return the shape of the tensor that passes between stages, in `dtype`, while activations are kept."""
-        tensor = self.division.tensor
-        parts = tensor.size if tensor and tensor.sequence_parallel else 1
-        return self.batch[0], self.batch[1] // ranks_along(self.division, "cp") // parts, self.model.hidden_size
+        parts = ranks_along(self.division, "cp") * self.division.sequence_parallel_ranks
+        return self.batch[0], self.batch[1] // parts, self.model.hidden_size
 
     def routing(self) -> AbstractContextManager[None]:
         """Return a context in which tokens choose experts as this work says."""

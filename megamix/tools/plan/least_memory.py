@@ -68,7 +68,7 @@ class LeastMemory:
 
     def _in_pipeline(self, pipeline: PipelineConfig, kept: float) -> float:
         """Return the bytes of the first rank's activations and buffers. `kept`: of a layer."""
-        on_rank, tensor = stages_per_rank(pipeline), self._ranks.tensor
+        on_rank = stages_per_rank(pipeline)
         stages = pipeline.size * on_rank
         # The last stage has the head, so the others have more layers, all about equally many.
         in_stage = (self._model.num_layers - ceil(self._model.num_layers / stages)) // (stages - 1)
@@ -83,7 +83,7 @@ class LeastMemory:
         # Hidden states that arrive at each end of the rank's stages, of all micro-batches of a step.
         ends = 2 if pipeline.schedule == "zbv_zero_bubble" else 2 * on_rank - 1
         hidden = ends * self._tokens * self._half * self._model.hidden_size
-        return layers * kept + self._count * hidden / (tensor.size if tensor and tensor.sequence_parallel else 1)
+        return layers * kept + self._count * hidden / self._ranks.sequence_parallel_ranks
 
     def _kept(self, recompute: str) -> float:
         """Return the bytes that a layer keeps for backward, of one micro-batch."""
