@@ -186,8 +186,8 @@ def _experts(config: Any) -> Found:
 
 
 def _recomputed_layers(config: Any) -> Found:
-    if config.model.recompute.full > config.model.num_layers:
-        layers = config.model.num_layers
+    layers = config.model.num_layers
+    if getattr(config.model.recompute, "full", 0) > layers:
         yield "model.recompute.full", f"but num_layers is {layers}; write full = {layers}"
 
 
@@ -293,6 +293,8 @@ def _fp8(config: Any) -> Found:
 
 def _loss_scale(config: Any) -> Found:
     scale, name = config.precision.loss_scale, "precision.loss_scale"
+    if not hasattr(scale, "max_scale"):  # static or off
+        return
     start, low, high = scale.init_scale, scale.min_scale or 0.0, scale.max_scale or 2.0**127
     if low > high:
         yield f"{name}.min_scale", f"must be at most max_scale {high:g}; write min_scale = {high}"

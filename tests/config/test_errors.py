@@ -15,16 +15,23 @@ from megamix.cli import main
 from megamix.config import (
     Config,
     ConfigError,
+    ContextConfig,
     DataSource,
+    ExpertConfig,
+    PipelineConfig,
+    TensorConfig,
     check_world_size,
     config_from_dict,
     grad_accum_steps,
+    load_config,
 )
+from megamix.config.checks import _CHECKS
 from megamix.config.choices import section_at
 from megamix.config.sections import SECTIONS
 from tests.builders import tiny_job, write_data
 from tests.checkpoint.state import fp16_engine
 
+CONFIGS = Path(__file__).parents[2] / "configs"
 GOOD = {
     "model": {"vocab_size": 64, "seq_len": 8, "hidden_size": 24, "num_layers": 1, "num_heads": 6},
     "data": {"train": "tokens/train", "valid": "tokens/valid"},
@@ -367,6 +374,25 @@ def test_checks_on_unusable_values_are_left_out_and_all_others_told_at_once():
     with pytest.raises(ConfigError, match="configuration: 7 problems\n") as caught:
         config_from_dict(tree)
     assert sorted(line.split(":")[0].strip() for line in str(caught.value).splitlines()[1:]) == fields
+
+
+@pytest.mark.parametrize(
+    "file", sorted((Path(__file__).parents[2] / "configs").glob("*.toml")), ids=lambda file: file.stem
+)
+def test_a_check_finds_each_key_that_it_reads_in_a_job_of_ours(file):
+    """A check that fails on a whole job is passed over as if it were a plugin's, so a renamed key would disarm it."""
+    job = load_config(file)
+    tables = job.parallelism.model_copy(
+        update={
+            "tensor": TensorConfig(size=2),
+            "context": ContextConfig(size=2),
+            "pipeline": PipelineConfig(size=2),
+            "expert": ExpertConfig(size=2),
+        }
+    )
+    for config in (job, job.model_copy(update={"parallelism": tables})):
+        for check in _CHECKS:
+            [*check(config)]
 
 
 def test_a_world_size_that_does_not_fit_is_multiplied_out_and_its_cause_comes_first():
