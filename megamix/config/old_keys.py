@@ -31,7 +31,7 @@ def upgrade(tree: MutableMapping[str, Any], whole: Mapping[str, Any] | None = No
         table = _table(tree, path)
         if table is None or name not in table or (path[0] == "model" and not is_ours):
             continue
-        value, now = table[name], _now(old, row, table[name], tree)
+        value, now = table[name], _now(row, table[name], tree)
         if now is None:
             continue
         if old not in now:  # one that stays keeps its place in the text, too
@@ -44,12 +44,12 @@ def upgrade(tree: MutableMapping[str, Any], whole: Mapping[str, Any] | None = No
         settings = " and ".join(f"{key} = {value_text(item)}" for key, item in now.items())
         told.append((old, value, f"write {settings}" if now else f"leave {name} out"))
     for key in off:
-        if key == "model.rope" or not _table(tree, key.split(".")):
+        if not _table(tree, key.split(".")):
             _put(tree, key.split("."), False)
     return told
 
 
-def _now(old: str, row: dict[str, Any], value: Any, tree: MutableMapping[str, Any]) -> Tree | None:
+def _now(row: dict[str, Any], value: Any, tree: MutableMapping[str, Any]) -> Tree | None:
     """Return the settings that a key with such a value stands for; None: it is one of the present keys."""
     if "became" in row:
         became: dict[str, Tree] = row["became"]
@@ -57,10 +57,6 @@ def _now(old: str, row: dict[str, Any], value: Any, tree: MutableMapping[str, An
     new, (home, _, _) = row["new"], row["new"].rpartition(".")
     if value == row.get("none", ...):
         return {home: False}
-    *path, name = old.split(".")
-    section = section_at(Tables, path, tree)
-    if section is not None and name in section.model_fields:
-        return None  # maybe of a plugin's family
     # A default alone makes no table, unless a base may say otherwise.
     is_bare = "base" not in tree and default(home, tree) is None and _table(tree, home.split(".")) is None
     return {} if is_bare and value == default(new, tree) else {new: value}
