@@ -1,7 +1,6 @@
 """Keys that are read only where other keys say so, in tables that tests hold against what the code reads."""
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
 from typing import Any, NamedTuple
 
 from pydantic_core import PydanticUndefined
@@ -38,31 +37,26 @@ _LONG_IN_STEPS = _one_of("training.tokens", 0)
 _DECAYS = _one_of("lr_schedule.decay_style", "cosine", "linear", "wsd")
 _SAVES = (*_at_least("checkpoint.save_interval", 1), *_at_least("checkpoint.keep_every", 1))
 
-# A key is read where any one of these holds. Keys that are not listed are always read: also a number that another
-# number takes the sense of, such as momentum_form beside momentum = 0, for a sweep passes through such values.
-READ_WHERE: dict[str, tuple[Where, ...]] = {
-    "model.window.rope_theta": (Where("model.window.sizes", _has_window, [1024, 0]),),
-    "optimizer.min_lr": _one_of("lr_schedule.decay_style", "cosine", "linear", "wsd", "inverse_sqrt"),
-    "lr_schedule.warmup_steps": _LONG_IN_STEPS,
-    "lr_schedule.warmup_tokens": _LONG_IN_TOKENS,
-    "lr_schedule.decay_steps": _DECAYS,
-    "lr_schedule.decay_tokens": _DECAYS,
-    "training.steps": _LONG_IN_STEPS,
-    "precision.max_retries": _one_of("precision.on_overflow", "requeue", "redo"),
-    "training.eval_batches": (
-        Where("data.valid", bool, "runs/data/valid"),
-        Where("data.split", bool, [95, 5]),
+# A key is read where each of its conditions holds, one way or another. Keys that are not listed are always read: also a
+# number that another number takes the sense of, such as momentum_form beside momentum = 0, for a sweep passes through
+# such values.
+READ_WHERE: dict[str, tuple[tuple[Where, ...], ...]] = {
+    "model.window.rope_theta": (
+        (Where("model.window.sizes", _has_window, [1024, 0]),),
+        (Where("model.rope", lambda rope: rope is not False, {"theta": 10000.0}),),
     ),
-    "checkpoint.async_save": _SAVES,
-    "checkpoint.on_save_failure": _SAVES,
-    "metrics.sample_prompt": (Where("data.tokenizer", bool, "runs/data/tokenizer.json"),),
-    "profiling.start_step": _at_least("profiling.num_steps", 1),
-}
-# A second condition of some keys, which must hold, too.
-_AND_WHERE = {
-    "model.window.rope_theta": (Where("model.rope", lambda rope: rope is not False, {"theta": 10000.0}),),
-    "lr_schedule.decay_steps": _LONG_IN_STEPS,
-    "lr_schedule.decay_tokens": _LONG_IN_TOKENS,
+    "optimizer.min_lr": (_one_of("lr_schedule.decay_style", "cosine", "linear", "wsd", "inverse_sqrt"),),
+    "lr_schedule.warmup_steps": (_LONG_IN_STEPS,),
+    "lr_schedule.warmup_tokens": (_LONG_IN_TOKENS,),
+    "lr_schedule.decay_steps": (_DECAYS, _LONG_IN_STEPS),
+    "lr_schedule.decay_tokens": (_DECAYS, _LONG_IN_TOKENS),
+    "training.steps": (_LONG_IN_STEPS,),
+    "precision.max_retries": (_one_of("precision.on_overflow", "requeue", "redo"),),
+    "training.eval_batches": ((Where("data.valid", bool, "runs/data/valid"), Where("data.split", bool, [95, 5])),),
+    "checkpoint.async_save": (_SAVES,),
+    "checkpoint.on_save_failure": (_SAVES,),
+    "metrics.sample_prompt": ((Where("data.tokenizer", bool, "runs/data/tokenizer.json"),),),
+    "profiling.start_step": (_at_least("profiling.num_steps", 1),),
 }
 
 
@@ -82,7 +76,7 @@ def drop_unread(tree: Mapping[str, Any], bad: Sequence[tuple[int | str, ...]] = 
     `bad`: the paths of unusable values; what they would decide is taken for read.
     """
     read, unread = drop_other_choices(tree)
-    for key, wheres in chain(READ_WHERE.items(), _AND_WHERE.items()):
+    for key, wheres in [(key, wheres) for key, conditions in READ_WHERE.items() for wheres in conditions]:
         value, deciders = _found(read, key), tuple(where.key for where in wheres)
         if value is _MISSING or any(_holds(read, where) for where in wheres):
             continue

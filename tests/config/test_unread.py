@@ -102,7 +102,7 @@ def test_a_key_without_effect_is_refused_with_ways_out_and_dropped_below_what_ma
     # Both ways out work: without the key all is well, and with the other setting it is read.
     config_from_dict(changed(**beside))
     fixes = re.findall(r"(?:; write| or) ([\w.]+) = (.+?)(?= or \w+\.|, or leave)", problem)
-    assert len(fixes) == len(READ_WHERE.get(key, [()]))
+    assert len(fixes) == len(READ_WHERE.get(key, [[()]])[0])
     for decider, text in fixes:
         again = outcome(put(put(changed(**beside), key, value), decider, parse_value(text)))
         of_key = [] if isinstance(again, Config) else [line for line in again if line.startswith(f"{key}: ")]
