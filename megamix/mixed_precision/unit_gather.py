@@ -21,7 +21,6 @@ from megamix.mixed_precision.bucket import Bucket
 from megamix.mixed_precision.grad_reduce import GradReduce
 from megamix.mixed_precision.observer import StepObserver
 from megamix.mixed_precision.unit_hooks import (
-    Attributes,
     OfModule,
     OneThread,
     on_gradient,
@@ -65,7 +64,6 @@ class Member:
     name: str
     param_names: list[str]
     storages: set[int]  # storages of its unit's half parameters
-    attributes: Attributes
 
 
 class UnitGather:
@@ -135,14 +133,14 @@ class UnitGather:
             for bucket in unit.buckets
             for name, param in bucket.named_params.items()
         }
-        hooked = {model: Member("the model outside its units", [], set(), Attributes(model))}
+        hooked = {model: Member("the model outside its units", [], set())}
         self._unit_of[hooked[model]] = self._root
         for module in units:
             params = [param for param in module.parameters() if param in own]
             if params:
                 _, unit = own[params[0]]
                 storages = {bucket.params.untyped_storage()._cdata for bucket in unit.buckets}
-                member = Member(paths[module], [own[param][0] for param in params], storages, Attributes(module))
+                member = Member(paths[module], [own[param][0] for param in params], storages)
                 hooked[module] = member
                 self._unit_of[member] = unit
                 self._member_of |= dict.fromkeys(params, member)
@@ -243,14 +241,15 @@ class UnitGather:
             self._end()
             self._thread.leave()
             return
+        given = [*tensors_in(output)]
         if not self.is_whole:
-            _refuse_views(member, tensors_in(output))
+            _refuse_views(member, given)
         unit.inside = max(0, unit.inside - 1)
         if member is unit.members[-1] and self._is_over(unit):
             self._free([unit])
         if torch.is_grad_enabled():
             self._turn += 1
-            on_gradient(self, member, self._turn, member.attributes.tensors(output))
+            on_gradient(self, member, self._turn, given)
 
     def before_backward(self, member: Member, turn: float) -> None:
         """Gather a member's weights before the backward of its outputs of this turn, or, if `turn` is infinite, before

@@ -7,16 +7,14 @@ from __future__ import annotations
 import math
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
-from functools import cache
-from itertools import chain
 from threading import get_ident
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import SUPPORTED_NODES, is_namedtuple_class, tree_leaves
+from torch.utils._pytree import tree_leaves
 
 from megamix.mixed_precision.foreign_params import LEAF, readers_of
 
@@ -144,85 +142,10 @@ class _OnGradient:
         gather.before_backward(self._member(), self._turn)
 
 
-# Types that hold no tensor: most attributes of modules have one of them. A dataclass is added if all its fields have
-# such types.
-_PLAIN: set[type] = {bool, int, float, str, type(None), frozenset, torch.dtype, torch.device}
-_PLAIN_NAMES = {"bool", "int", "float", "str", "frozenset"}
-
-
-def tensors_in(given: object, without: Collection[int] = ()) -> list[Tensor]:
-    """Return the tensors in nested containers and dataclasses. `without`: ids of objects that hold no tensor."""
-    found = []
-    todo: list[Any] = [given]
-    while todo:
-        one = todo.pop()
-        kind = type(one)
-        if kind in _PLAIN or id(one) in without:
-            continue
-        if isinstance(one, Tensor):
-            found.append(one)
-        elif kind is dict:
-            todo.extend(one.values())
-        elif kind is list or kind is tuple:
-            todo.extend(one)
-        elif is_dataclass(kind):
-            todo.extend([getattr(one, name, None) for name in _field_names(kind)])
-        elif kind in SUPPORTED_NODES or is_namedtuple_class(kind):  # also a library's own output class
-            todo.extend(tree_leaves(one))
-    return found
-
-
-@cache
-def _field_names(kind: type[Any]) -> list[str]:
-    """Return the names of a dataclass's fields that may hold tensors."""
-    declared = ((field.name, getattr(field.type, "__name__", str(field.type))) for field in fields(kind))
-    names = [name for name, written in declared if written.partition("[")[0] not in _PLAIN_NAMES]
-    if not names:
-        _PLAIN.add(kind)
-    return names
-
-
-class Attributes:
-    """Finds tensors that a member may hand out beside its output, such as a router's loss: in attributes of its
-    modules. Modules of torch.nn are left out, because they keep nothing that they compute.
-    """
-
-    def __init__(self, module: nn.Module):
-        self._module = module
-        self._note()
-
-    def _note(self) -> None:
-        modules = [*self._module.modules()]
-        self._parts = [module._modules.values() for module in modules]
-        self._ids = self._ids_now()
-        self._own = [vars(module) for module in modules if not type(module).__module__.startswith("torch.nn.modules.")]
-        self._names = [[*own] for own in self._own]
-        # The attributes are looked up by name: a walk over all attributes, torch's included, takes three times as long.
-        self._places = [(own, name) for own in self._own for name in own if name[0] != "_" and name != "training"]
-        # Settings never change, and there may be many, so they are searched once. They are held, so that no other
-        # object gets one of their ids.
-        self._settings = {id(one): one for one in _frozen_in(self._values()) if not tensors_in(one)}
-
-    def _ids_now(self) -> list[int]:
-        return [*map(id, chain.from_iterable(self._parts))]
-
-    def _values(self) -> list[object]:
-        return [value for own, name in self._places if type(value := own.get(name)) not in _PLAIN]
-
-    def tensors(self, output: object) -> list[Tensor]:
-        """Return the tensors in a member's `output` and in the attributes of the member's modules. Call it right after
-        the member's forward.
-        """
-        if self._ids_now() != self._ids or [[*own] for own in self._own] != self._names:
-            self._note()
-        return tensors_in([output, self._values()], self._settings)
-
-
-def _frozen_in(values: Iterable[object]) -> Iterator[object]:
-    for value in values:
-        if isinstance(value, dict):
-            yield from _frozen_in(value.values())
-        elif is_dataclass(value):
-            kind: Any = type(value)  # its class, or a base of that, is the dataclass
-            if kind.__dataclass_params__.frozen:
-                yield value
+def tensors_in(given: object) -> Iterator[Tensor]:
+    """Yield the tensors in nested containers and dataclasses."""
+    for leaf in tree_leaves(given):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif is_dataclass(leaf):
+            yield from tensors_in([getattr(leaf, field.name, None) for field in fields(leaf)])

@@ -158,15 +158,15 @@ class _EngineStage(PipelineStage):
             return super().forward_one_chunk(*args, **kwargs)
 
     @contextmanager
-    def _backward_pass(self, micro_batch: int, completes: Collection[str]) -> Iterator[None]:
+    def _backward_pass(self, micro_batch: int, completes: Collection[str], loss: Any = None) -> Iterator[None]:
         span = self._engine.clock.span("forward_backward", self._where)
-        with span, self._engine.backward_pass(micro_batch, completes):
+        with span, self._engine.backward_pass(micro_batch, completes, loss):
             yield
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
-        with self._backward_pass(bwd_chunk_id, self._completes if full_backward and last_backward else ()):
+        with self._backward_pass(bwd_chunk_id, self._completes if full_backward and last_backward else (), loss):
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:

@@ -14,7 +14,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from megamix.mixed_precision.census import _joined
-from megamix.mixed_precision.unit_hooks import Attributes
 from tests.builders import LENGTH, MODEL_VOCAB, WIDTH, Block, bf16_engine, make_batch
 
 BLOCKS = 9  # 2,041 elements each, of 19,809: four units of two blocks, and one of one
@@ -226,21 +225,6 @@ def test_members_called_outside_of_the_models_forward_leave_one_unit_behind():
             assert _live(engine) == {0: ["01"], 2: ["23"], 3: [], 4: ["45"]}[number]
     engine.backward(_loss(engine, 0, 0, 0, ALL))
     assert _live(engine) == []
-
-
-def test_what_a_unit_keeps_in_its_attributes_is_found():
-    module = nn.Sequential(nn.Linear(2, 2), Block())
-    attributes = Attributes(module)
-    assert attributes.tensors(None) == []
-    out, scale, loss = torch.zeros(3).unbind()
-    module[1].scales, module[1].router_loss = {"gain": scale}, [loss]
-    assert {*map(id, attributes.tensors((out, {"count": 1})))} == {id(out), id(scale), id(loss)}
-    del module[1].router_loss
-    module[1].balance_loss = loss  # under another name, so that there are as many
-    assert {*map(id, attributes.tensors(out))} == {id(out), id(scale), id(loss)}
-    module[0] = Block()
-    module[0].router_loss = loss
-    assert len(attributes.tensors(out)) == 4
 
 
 def test_a_view_that_a_member_returns_is_refused_by_the_members_name():

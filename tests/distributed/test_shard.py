@@ -324,7 +324,7 @@ class _Gated(nn.Module):
     def __init__(self, block, losses, alone):
         super().__init__()
         self.block, self.gate, self.alone = block, nn.Parameter(torch.full((24,), 0.5)), alone
-        self._losses = losses  # private, since public attributes are looked at
+        self._losses = losses
 
     def forward(self, x):
         y = self.block(x)
