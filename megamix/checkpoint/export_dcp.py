@@ -24,7 +24,7 @@ from megamix.checkpoint.boxes import Box, sub_boxes
 from megamix.checkpoint.folder import new_folder
 from megamix.checkpoint.manifest import AVERAGE, BUFFER, MASTER
 from megamix.checkpoint.snapshot import DTYPES
-from megamix.checkpoint.verify import BoxReader, Checkpoint
+from megamix.checkpoint.verify import Checkpoint
 
 _Path = tuple[str, ...]  # a tensor's keys in the nested state dict that DCP's users load
 
@@ -55,14 +55,14 @@ class _Planner(DefaultSavePlanner):
         self._reads: dict[MetadataIndex, Callable[[], Tensor]] = {}
 
     def create_local_plan(self) -> SavePlan:
-        manifest, reader = self._checkpoint.manifest, BoxReader(self._checkpoint)
+        manifest = self._checkpoint.manifest
         step = torch.tensor(float(manifest.applied_updates))
         names = {param.name: (param.name, *param.aliases) for param in manifest.params}
         for name, state, shape, dtype in manifest.tensors():
             for stored in self._checkpoint.stored[name, state]:
                 for sub_box in sub_boxes(stored.box):
                     for path in _paths(names[name], state):
-                        self._add(path, shape, DTYPES[dtype], sub_box, partial(reader.read, stored, sub_box))
+                        self._add(path, shape, DTYPES[dtype], sub_box, partial(self._checkpoint.read, stored, sub_box))
             if state == MASTER:
                 self._add(("optimizer", "state", name, "step"), (), step.dtype, Box.whole(()), lambda: step)
         self.plan = SavePlan(self._items, planner_data=self._nesting)

@@ -19,7 +19,7 @@ from megamix.checkpoint.folder import DAMAGED, Files, checkpoints
 from megamix.checkpoint.manifest import AVERAGE, BUFFER, DamagedCheckpoint, FileRecord, Manifest, StateSet, states_text
 from megamix.checkpoint.snapshot import DTYPES, Part, buffer_parts, frozen_params, owned_parts, state_sets
 from megamix.checkpoint.tensor_file import Stored, verified_chunks
-from megamix.checkpoint.verify import BoxReader, Check, Checkpoint, read_checkpoint
+from megamix.checkpoint.verify import Check, Checkpoint, read_checkpoint
 from megamix.clock import Clock
 from megamix.config import ConfigError
 from megamix.mixed_precision.engine import ShardedEngine
@@ -247,7 +247,7 @@ def fill(checkpoint: Checkpoint, parts: Sequence[Part], clock: Clock, rank: int 
         for stored in checkpoint.stored[part.param, part.state]:
             if part.box.intersection(stored.box):
                 wanted[stored.file].setdefault(stored, []).append(part)
-    problems, reader = [], BoxReader(checkpoint)
+    problems = []
     for number, record in enumerate(checkpoint.manifest.files):
         path = checkpoint.path / record.name
         try:
@@ -255,7 +255,7 @@ def fill(checkpoint: Checkpoint, parts: Sequence[Part], clock: Clock, rank: int 
             if number % size == rank:
                 _fill_and_verify(path, record, wanted[record.name], clock)
             elif wanted[record.name]:
-                _fill_beside(reader, wanted[record.name], clock)
+                _fill_beside(checkpoint, wanted[record.name], clock)
         except (ValueError, OSError) as error:
             problems.append(str(error))
     return problems
@@ -278,12 +278,12 @@ def _fill_and_verify(path: Path, record: FileRecord, wanted: _Wanted, clock: Clo
         clock.loaded += len(chunk)
 
 
-def _fill_beside(reader: BoxReader, wanted: _Wanted, clock: Clock) -> None:
+def _fill_beside(checkpoint: Checkpoint, wanted: _Wanted, clock: Clock) -> None:
     """Fill the parts from a file that another rank verifies, reading only their bytes. Raises: ValueError, OSError."""
     for stored, parts in wanted.items():
         for part in parts:
             if common := part.box.intersection(stored.box):
-                common_values = reader.read(stored, common)
+                common_values = checkpoint.read(stored, common)
                 _copy_common(common_values, common, part)
                 clock.loaded += common_values.nbytes
 

@@ -8,7 +8,7 @@ import json
 import math
 import struct
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from io import BufferedReader
@@ -47,12 +47,6 @@ class Stored:
     @property
     def end(self) -> int:
         return self.start + DTYPES[self.dtype].itemsize * self.box.numel
-
-
-def header(parts: Sequence[StateBox], dtypes: Iterable[str]) -> bytes:
-    """Return all bytes that stand before the tensors."""
-    kinds = zip(parts, dtypes, strict=True)
-    return safetensors_header({key_of(part): (dtype, part.box.size) for part, dtype in kinds})
 
 
 def safetensors_header(
@@ -125,7 +119,8 @@ def verified_chunks(path: Path, record: FileRecord) -> Iterator[memoryview]:
 
 def chunks(parts: Sequence[Part]) -> Iterator[memoryview]:
     """Yield the bytes of a checkpoint's file with these parts, in order: the header, then the tensors."""
-    yield memoryview(header(parts, [DTYPE_NAMES[str(part.tensor.dtype)] for part in parts]))
+    kinds = {key_of(part): (DTYPE_NAMES[str(part.tensor.dtype)], part.box.size) for part in parts}
+    yield memoryview(safetensors_header(kinds))
     for part in parts:
         assert part.tensor.numel() == part.box.numel, (part.tensor.shape, part.box)
         yield from tensor_chunks(part.tensor.view(-1))

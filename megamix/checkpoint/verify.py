@@ -1,7 +1,6 @@
 """The check of a checkpoint: it finds the checkpoint good or lists the problems, file by file. No content is executed,
-and every value is checked before it is used.
-
-`BoxReader` reads the states of a good checkpoint box by box, so memory never holds a whole parameter.
+and every value is checked before it is used. A checkpoint's states are read box by box, so memory never holds a whole
+parameter.
 """
 
 from collections import defaultdict
@@ -9,10 +8,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from megamix.checkpoint.boxes import Box, tiling_problem
@@ -30,6 +28,27 @@ class Checkpoint:
     path: Path
     manifest: Manifest
     stored: dict[tuple[str, str], list[Stored]]  # by parameter and state
+
+    def read(self, stored: Stored, box: Box) -> Tensor:
+        """Read a box that lies within a stored box. Return a view of the mapped file, in the stored dtype.
+
+        Shapes: (*box.size).
+        Raises: ValueError naming the file; OSError.
+        """
+        path = self.path / stored.file
+        with naming(path):
+            mapped = np.memmap(path, np.uint8, "c", stored.start, stored.end - stored.start)
+        whole = torch.from_numpy(mapped).view(DTYPES[stored.dtype]).view(stored.box.size)
+        return whole[box.slices_in(stored.box)]
+
+    def gather(self, param: str, state: str, box: Box) -> Tensor:
+        """Return a box of a parameter, put together from its saved boxes, in their dtype. Shapes: (*box.size)."""
+        boxes = self.stored[param, state]
+        out = torch.empty(box.size, dtype=DTYPES[boxes[0].dtype])
+        for stored in boxes:
+            if common := stored.box.intersection(box):
+                out[common.slices_in(box)] = self.read(stored, common)
+        return out
 
 
 Check = Callable[[Manifest], None]  # a caller's own check of a manifest; it raises ConfigError to refuse one
@@ -103,34 +122,3 @@ def read_checkpoint(path: Path, check: Check | None = None) -> Checkpoint:
         except ConfigError as error:
             raise ConfigError([f"{path}: {'; '.join(error.problems)}"], "job") from error
     return Checkpoint(path, manifest, dict(stored))
-
-
-class BoxReader:
-    """Reads boxes of a checkpoint. Opening a file means parsing its header, so the last file stays open."""
-
-    def __init__(self, checkpoint: Checkpoint):
-        self._folder, self._stored = checkpoint.path, checkpoint.stored
-        self._path: Path | None = None
-        self._file: Any = None
-
-    def read(self, stored: Stored, sub_box: Box) -> Tensor:
-        """Read a box that lies within a stored box. Return a view of the mapped file, in the stored dtype.
-
-        Shapes: (*sub_box.size).
-        Raises: ValueError naming the file; OSError.
-        """
-        path = self._folder / stored.file
-        with naming(path):
-            if path != self._path:
-                self._file, self._path = safe_open(path, "pt"), path
-            part: Tensor = self._file.get_slice(stored.key)[sub_box.slices_in(stored.box)]
-        return part
-
-    def gather(self, param: str, state: str, box: Box) -> Tensor:
-        """Return a box of a parameter, put together from its saved boxes, in their dtype. Shapes: (*box.size)."""
-        boxes = self._stored[param, state]
-        out = torch.empty(box.size, dtype=DTYPES[boxes[0].dtype])
-        for stored in boxes:
-            if common := stored.box.intersection(box):
-                out[common.slices_in(box)] = self.read(stored, common)
-        return out

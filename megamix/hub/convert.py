@@ -28,7 +28,7 @@ from megamix.checkpoint.manifest import (
 )
 from megamix.checkpoint.save import begin, commit, write_rank
 from megamix.checkpoint.snapshot import DTYPE_NAMES, Snapshot, StateBox
-from megamix.checkpoint.tensor_file import header, safetensors_header, tensor_chunks
+from megamix.checkpoint.tensor_file import key_of, safetensors_header, tensor_chunks
 from megamix.config import DecoderConfig
 from megamix.config.toml_text import tables_to_toml, value_text
 from megamix.durable import write_text
@@ -134,7 +134,7 @@ def _filled(items: Iterable[T], numel: Callable[[T], int], most: int) -> Iterato
 
 
 def _box_chunks(boxes: list[StateBox], weights: WatchedWeights, progress: ProgressLine) -> Iterator[memoryview]:
-    yield memoryview(header(boxes, ["F32"] * len(boxes)))
+    yield memoryview(safetensors_header({key_of(part): ("F32", part.box.size) for part in boxes}))
     for part in boxes:
         for sub_box in sub_boxes(part.box):  # in order: their bytes one after the other are the box's
             yield from tensor_chunks(weights.read(part.param, sub_box).view(-1))

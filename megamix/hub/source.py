@@ -15,7 +15,7 @@ from torch import Tensor
 from megamix.checkpoint.boxes import Box, sub_boxes
 from megamix.checkpoint.folder import MANIFEST
 from megamix.checkpoint.manifest import AVERAGE, BUFFER, MASTER, DamagedCheckpoint, naming
-from megamix.checkpoint.verify import BoxReader, Checkpoint, verify_named
+from megamix.checkpoint.verify import Checkpoint, verify_named
 from megamix.config import ConfigError, DecoderConfig
 from megamix.hub.hugging_face import HuggingFaceWeights
 from megamix.hub.place import find_model, is_hugging_face
@@ -118,10 +118,11 @@ class CheckpointWeights:
     """The masters of a checkpoint or their average, and its buffers."""
 
     def __init__(self, checkpoint: Checkpoint, state: str = MASTER):
-        self._reader, self._stored, self._state = BoxReader(checkpoint), checkpoint.stored, state
+        self._checkpoint, self._state = checkpoint, state
 
     def read(self, param: str, box: Box) -> Tensor:
-        return self._reader.gather(param, self._state if (param, self._state) in self._stored else BUFFER, box)
+        state = self._state if (param, self._state) in self._checkpoint.stored else BUFFER
+        return self._checkpoint.gather(param, state, box)
 
     def where(self, param: str, place: tuple[int, ...]) -> str:
         return f"{param} {list(place)}"

@@ -8,7 +8,7 @@ import logging
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import nn
@@ -21,15 +21,7 @@ from megamix.names import prefix_of
 
 log = logging.getLogger("megamix")
 
-
-@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
-class _Need:
-    """The buckets that must have arrived before a module runs. The module's hook holds this weakly, because it holds
-    the buckets.
-    """
-
-    module: nn.Module
-    buckets: list[Bucket]
+_Needs = dict[nn.Module | None, list[Bucket]]  # buckets that must have arrived before a module runs
 
 
 class ParamGather:
@@ -54,24 +46,23 @@ class ParamGather:
         self._grads = grads
         self._clock = clock
         self._observers = observers
-        needs = self._needs = _needs(model, units, buckets)
+        self.needs = _needs(model, units, buckets)
         # The root's own buckets first, then unit by unit. The order is equal on every rank, since collectives match by
         # order of issue.
-        self.order = [*dict.fromkeys(bucket for need in needs for bucket in need.buckets)]
+        self.order = [*dict.fromkeys(chain.from_iterable(self.needs.values()))]
         self.under_way: dict[Bucket, None] = {}  # buckets whose gather is under way, in launch order
-        self._beside_forward = overlap and len(needs) > 1 and any(bucket.owners.axis.size > 1 for bucket in buckets)
+        self._beside_forward = overlap and bool(units) and any(bucket.owners.axis.size > 1 for bucket in buckets)
         self.before_read = _before_read
         if self._beside_forward:
             # The hook is never traced: the compiler would refuse the collective or, if the whole model is compiled,
             # silently split the graph. `disable` is called here and not at the definition, because it imports the
             # compiler.
             self.before_read = torch.compiler.disable(_before_read)  # type: ignore[no-untyped-call]  # untyped in torch
-            for need in needs:
-                need.module.register_forward_pre_hook(_Await(self, need))
-        self._everything = _Need(model, self.order)
-        everything = _Await(self, self._everything)
+            for module in (model, *units):
+                module.register_forward_pre_hook(_Await(self))
         for module in model.modules():
-            module.register_state_dict_pre_hook(everything)  # type: ignore[no-untyped-call]  # untyped in torch
+            hook = _Await(self, all_gathers=True)
+            module.register_state_dict_pre_hook(hook)  # type: ignore[no-untyped-call]  # untyped in torch
         self._told_of_copy = buckets[0].params.dtype == torch.float32
 
     def updated(self, bucket: Bucket) -> None:
@@ -135,27 +126,25 @@ class ParamGather:
         self._told_of_copy = True
 
 
-def _before_read(gather: ParamGather, buckets: Sequence[Bucket]) -> None:
+def _before_read(gather: ParamGather, module: nn.Module | None) -> None:
     if gather.under_way:
         # Without gradients `backward_pass` could not notice a read that no unit awaits, so wait for everything.
-        gather.wait(buckets if torch.is_grad_enabled() else gather.order)
+        gather.wait(gather.needs.get(module, gather.order) if torch.is_grad_enabled() else gather.order)
 
 
 class _Await:
-    """The hook of a module: it awaits these buckets before the module's forward or state_dict.
+    """The hook of a module: it awaits what the module needs, or `all_gathers`, before its forward or state_dict.
 
     It holds the gathers weakly: a module that outlives its engine must not keep the buffers and process groups alive.
     """
 
-    def __init__(self, gather: ParamGather | None = None, need: _Need | None = None):
+    def __init__(self, gather: ParamGather | None = None, *, all_gathers: bool = False):
         self._gather = (lambda: None) if gather is None else weakref.ref(gather)
-        self._need = (lambda: None) if need is None else weakref.ref(need)
+        self._all_gathers = all_gathers
 
-    def __call__(self, *args: object) -> None:
-        gather = self._gather()
-        need = self._need()
-        if gather is not None and need is not None:
-            gather.before_read(gather, need.buckets)
+    def __call__(self, module: nn.Module, *args: object) -> None:
+        if (gather := self._gather()) is not None:
+            gather.before_read(gather, None if self._all_gathers else module)
 
     def __reduce__(self) -> tuple[type[_Await], tuple[()]]:
         """Return an empty hook for a copy or a pickle of the module, whose weights belong to no engine.
@@ -177,8 +166,8 @@ class _Await:
         return _Await()
 
 
-def _needs(model: nn.Module, units: Sequence[nn.Module], buckets: Sequence[Bucket]) -> list[_Need]:
-    """Return the root's own need first, then those of the units in registration order."""
+def _needs(model: nn.Module, units: Sequence[nn.Module], buckets: Sequence[Bucket]) -> _Needs:
+    """Return the root's own needs first, then those of the units in registration order."""
     bucket_of = {
         name: bucket
         for bucket in reversed(buckets)  # buckets lie in reverse registration order, forward needs the last one first
@@ -187,8 +176,7 @@ def _needs(model: nn.Module, units: Sequence[nn.Module], buckets: Sequence[Bucke
     }
     prefixes = {prefix_of(path): module for path, module in model.named_modules() if module in units}
     of_root = dict.fromkeys(one for name, one in bucket_of.items() if not name.startswith(tuple(prefixes)))
-    needs = [_Need(model, [*of_root])]
+    needs: _Needs = {model: [*of_root]}
     for prefix, module in prefixes.items():
-        of_unit = dict.fromkeys(one for name, one in bucket_of.items() if name.startswith(prefix))
-        needs.append(_Need(module, [*of_unit]))
+        needs[module] = [*dict.fromkeys(one for name, one in bucket_of.items() if name.startswith(prefix))]
     return needs

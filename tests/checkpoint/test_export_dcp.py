@@ -82,7 +82,7 @@ def test_a_scalar_and_another_optimizer_go_the_same_way(tmp_path):
 
 def test_what_cannot_be_written_leaves_nothing(ready, tmp_path, monkeypatch):
     full = mock.Mock(side_effect=OSError(28, "No space left on device"))
-    monkeypatch.setattr(verify.BoxReader, "read", full)
+    monkeypatch.setattr(verify.Checkpoint, "read", full)
     with pytest.raises(OSError, match=r"out cannot be written: .*No space left on device"):
         export_dcp(verify_checkpoint(ready), tmp_path / "out")
     assert listing(tmp_path) == []

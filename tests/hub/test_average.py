@@ -11,7 +11,7 @@ import torch
 
 from megamix.checkpoint.boxes import Box
 from megamix.checkpoint.folder import checkpoints
-from megamix.checkpoint.verify import BoxReader, verify_checkpoint
+from megamix.checkpoint.verify import verify_checkpoint
 from megamix.cli import main
 from megamix.hub.source import open_source
 from tests.builders import EXPERTS, run_on_ranks, tiny_job
@@ -24,9 +24,8 @@ def _job(folder, data, **own):
 
 def _tensors(checkpoint):
     found = verify_checkpoint(checkpoint)
-    reader = BoxReader(found)
     of = [(name, state, shape) for name, state, shape, _ in found.manifest.tensors() if state in ("master", "buffer")]
-    return {name: reader.gather(name, state, Box.whole(shape)) for name, state, shape in of}
+    return {name: found.gather(name, state, Box.whole(shape)) for name, state, shape in of}
 
 
 @pytest.fixture(scope="module")
