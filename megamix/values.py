@@ -1,7 +1,9 @@
-"""Tells tensors that have values from those that have only a shape."""
+"""Values of tensors: whether a tensor has any, and their way to the host."""
 
 import sys
+from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -9,3 +11,26 @@ def has_values(x: Tensor) -> bool:
     """Return whether a tensor has values. A meta tensor and a fake one have a shape and a dtype alone."""
     fakes = sys.modules.get("torch._subclasses.fake_tensor")  # without it there are none; the import takes a second
     return not (x.is_meta or (fakes is not None and isinstance(x, fakes.FakeTensor)))
+
+
+class HostNumbers:
+    """Numbers on their way from the device into host memory (pinned on a GPU), read some steps later: no step waits."""
+
+    def __init__(self, shape: tuple[int, ...], device: torch.device):
+        """Begin with zeros."""
+        on_gpu = device.type == "cuda"
+        self._tensor = torch.zeros(shape, dtype=torch.float64, device="cpu", pin_memory=on_gpu)
+        self._numbers = self._tensor.numpy()  # a view of the same memory
+        self._arrived = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]  # untyped in torch
+
+    def write(self, numbers: Tensor) -> None:
+        """Start copying. Shapes: numbers FP64 (*shape)."""
+        self._tensor.copy_(numbers, non_blocking=True)
+        if self._arrived is not None:
+            self._arrived.record()
+
+    def read(self) -> Any:
+        """Return NumPy's array of the numbers. Waits until they have arrived."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._numbers

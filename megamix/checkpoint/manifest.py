@@ -133,7 +133,7 @@ class Manifest(Record):
     loss_scale_rule: str | None = None  # the rule whose states `loss_scale` has; None: nobody has trained the model
     run: RunRecord
     layout: LayoutRecord
-    states: tuple[StateSet, ...]  # the distinct sets: "master" and the optimizer's states, or "buffer" alone
+    states: tuple[StateSet, ...]  # sets of states: "master" and the optimizer's states, or "buffer" alone
     params: tuple[ParamRecord, ...]
     # Dtype and SHA-256 of each frozen parameter, by name, in checkpoints of a version that saved no frozen values.
     frozen: dict[str, str] | None = None
@@ -144,8 +144,8 @@ class Manifest(Record):
         """Return whether the checkpoint holds only masters and buffers, with which a run begins, and no state of a
         training.
         """
-        masters = [states for states in self.states if [*states] != [BUFFER]]
-        return masters == [UNTRAINED] and not self.applied_updates and not self.run.progress
+        trained = any(states != UNTRAINED for states in self.states if [*states] != [BUFFER])
+        return not (trained or self.applied_updates or self.run.progress)
 
     def tensors(self) -> Iterator[tuple[str, str, tuple[int, ...], str]]:
         """Yield every tensor that the files hold: name of the parameter or buffer, state, shape, dtype."""

@@ -134,12 +134,10 @@ class Snapshot:
 
     def weights(self) -> "Snapshot":
         """Return the masters and buffers alone, without the state of the training: a new run may begin with them."""
-        kept = [tuple((it, states[it]) for it in (MASTER, BUFFER) if it in states) for states in self.manifest.states]
-        places = {states: {"state_set": place} for place, states in enumerate(dict.fromkeys(kept))}
-        params = tuple(param.model_copy(update=places[kept[param.state_set]]) for param in self.manifest.params)
+        kept = tuple({it: held[it] for it in (MASTER, BUFFER) if it in held} for held in self.manifest.states)
         manifest = Manifest(
             applied_updates=0, skipped_steps=0, loss_scale={}, run=RunRecord(config=self.manifest.run.config),
-            layout=self.manifest.layout, states=tuple(map(dict, places)), params=params,
+            layout=self.manifest.layout, states=kept, params=self.manifest.params,
         )  # fmt: skip
         return Snapshot(manifest, [part for part in self.parts if part.state in (MASTER, BUFFER)])
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megamix.mixed_precision.step import Recorded, StepResult
+from megamix.values import HostNumbers
 
 
 class Outcome(NamedTuple):
@@ -36,28 +37,24 @@ def _tables(result: StepResult) -> list[Tensor]:
 
 
 class Readout:
-    """Copies of steps' results in host memory, pinned for a GPU, written without waiting."""
+    """Copies of steps' results in host memory, written without waiting."""
 
     def __init__(self, device: torch.device):
-        self._on_gpu = device.type == "cuda"
-        self._written = dict[int, tuple[StepResult, Tensor, torch.cuda.Event | None]]()  # by attempt, until it is read
+        self._device = device
+        self._written = dict[int, tuple[StepResult, HostNumbers]]()  # by attempt, until it is read
 
     def write(self, attempt: int, result: StepResult) -> None:
         """Start copying the values that a step has returned."""
         scalars = torch.stack([getattr(result, name).double() for name in _SCALARS])
         values = torch.cat([scalars, *(table.double().flatten() for table in _tables(result))])
-        copied = None
-        if self._on_gpu:
-            values = torch.empty_like(values, device="cpu", pin_memory=True).copy_(values, non_blocking=True)
-            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]  # untyped in torch
-            copied.record()
-        self._written[attempt] = result, values, copied
+        numbers = HostNumbers(values.shape, self._device)
+        numbers.write(values)
+        self._written[attempt] = result, numbers
 
     def read(self, attempt: int) -> Outcome:
         """Return the outcome of an attempt. Waits until its step has ended on the device."""
-        result, values, copied = self._written.pop(attempt)
-        if copied is not None:
-            copied.synchronize()
+        result, numbers = self._written.pop(attempt)
+        values = torch.from_numpy(numbers.read())
         tables = _tables(result)
         scalars, *parts = torch.split(values, [len(_SCALARS), *(table.numel() for table in tables)])
         shaped = [part.view(table.shape) for part, table in zip(parts, tables, strict=True)]

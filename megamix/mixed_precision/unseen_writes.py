@@ -15,6 +15,7 @@ from megamix.comm.collectives import Collectives
 from megamix.mixed_precision.bucket import Bucket
 from megamix.mixed_precision.flat_layout import ROW
 from megamix.mixed_precision.step import StepProgress
+from megamix.values import HostNumbers
 
 _FIRST, _EVERY = 2, 64  # checked steps besides examined ones; a pass over the shard costs as much as an update
 _LAG = 2  # steps until the host reads the result of a check, so that no step waits for the device
@@ -36,7 +37,7 @@ class UnseenWrites:
         number_of = partial(torch.tensor, dtype=torch.float32, device=device)
         self._places = {bucket: number_of([place[piece.spec.name] for piece in bucket.pieces]) for bucket in buckets}
         self.found = torch.zeros((), dtype=torch.float64, device=device)
-        self._slots = [HostSlot(device) for _ in range(_LAG)]
+        self._told = [HostNumbers((), device) for _ in range(_LAG)]
         self.asked = False  # True: calls of all ranks need the result of the next step's agreement
         self._steps = 0  # steps since masters and half parameters were written from outside
 
@@ -68,14 +69,14 @@ class UnseenWrites:
     def tell(self, by_rank: Tensor) -> None:
         """End the step under way: send the result of its agreement to the host. Shapes: by_rank FP64 (ranks,)."""
         if self.due or self.asked:
-            self._slots[self._steps % _LAG].write(by_rank.amax())
+            self._told[self._steps % _LAG].write(by_rank.amax())
             self.asked = False
         self.found.zero_()
         self._steps += 1
 
     def refuse_told(self) -> None:
         """Raise RuntimeError naming the parameter found `_LAG` steps ago, if there is one."""
-        if not self._is_captured() and (number := self._slots[self._steps % _LAG].read_once()):
+        if not self._is_captured() and (number := int(self._told[self._steps % _LAG].read())):
             self.forget()  # the steps since then have found the same write
             self._refuse(number)
 
@@ -84,7 +85,7 @@ class UnseenWrites:
         device.
         """
         row = self.found.view(1)
-        number = max(int((row if world is None else world.table(row)).max()), *(slot.read() for slot in self._slots))
+        number = max(int((row if world is None else world.table(row)).max()), *(int(one.read()) for one in self._told))
         if number and world is not None:  # without `world` the next step still tells all ranks
             self.forget()
         self._refuse(number)
@@ -93,8 +94,8 @@ class UnseenWrites:
         """Forget all results: masters were written from outside, and all half parameters are now their casts."""
         self.found.zero_()
         self._steps = 0
-        for slot in self._slots:
-            slot.read_once()
+        for one in self._told:
+            one.read().fill(0)
 
     def _refuse(self, number: int) -> None:
         if number:
@@ -117,35 +118,3 @@ def _rows_that_differ(half: Tensor, master: Tensor) -> Tensor:
     bits = torch.int32 if half.itemsize == 4 else torch.int16
     differs = (half.view(bits) != cast.view(bits)).logical_and_(cast == cast)
     return differs.view(-1, ROW).any(1)
-
-
-class HostSlot:
-    """A number on its way from the device into host memory (pinned on a GPU), read two steps later."""
-
-    def __init__(self, device: torch.device):
-        on_gpu = device.type == "cuda"
-        self._slot = torch.zeros((), dtype=torch.float64, device="cpu", pin_memory=on_gpu)
-        self._number = self._slot.numpy()  # a view of the same memory
-        self._arrived = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]  # untyped in torch
-        self._written = False
-
-    def write(self, number: Tensor) -> None:
-        """Start copying the number. Shapes: number FP64 ()."""
-        self._slot.copy_(number, non_blocking=True)
-        self._written = True
-        if self._arrived is not None:
-            self._arrived.record()
-
-    def read(self) -> int:
-        """Return the number written since the last `read_once`, else 0."""
-        if not self._written:
-            return 0
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        return int(self._number)
-
-    def read_once(self) -> int:
-        """Return the number, as `read` does, and forget it."""
-        number = self.read()
-        self._written = False
-        return number

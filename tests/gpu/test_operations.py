@@ -7,6 +7,7 @@ from collections import Counter
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
@@ -79,7 +80,7 @@ def _an_engine(operations, scale, compiled, num_layers):
         mock.patch.object(census, "gather_json", lambda collectives, value, device: [value]),
         mock.patch.object(Transformer, "reset_parameters", Transformer.tie),
         mock.patch.object(fused_update, "_compile", operations.compiled),
-        mock.patch.object(unseen_writes, "HostSlot", lambda device: mock.Mock(read_once=lambda: 0)),  # of pinned memory
+        mock.patch.object(unseen_writes, "HostNumbers", lambda *_: mock.Mock(read=lambda: np.zeros(()))),  # no pinning
         mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False),  # there is no stream
     ):
         with torch.device("cuda"):
