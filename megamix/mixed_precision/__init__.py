@@ -36,8 +36,8 @@ grad_stats     one agreement of all ranks: overflow, norm, loss; and the multipl
 group_scalars  each group's settings at this update, on the device: betas, momentum, weight decay
 fused_update   one write: unscale, clip, the optimizer's equation, cast to half
 unseen_writes  the search for writes past the engine, in a few steps and before weights are saved
+unit_hooks     hooks where a module's forward begins and ends, and where a unit's backward begins
 param_gather   all-gather of half parameters while the next forward runs
-unit_hooks     hooks where a unit's forward and backward begin and end
 unit_gather    in place of param_gather: a unit's half parameters, for its forward and again for its backward
 moving_buffers  running statistics, which a skipped step leaves as they were
 tallies        counts of a step over all ranks, and the vectors that they move

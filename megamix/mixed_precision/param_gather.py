@@ -5,7 +5,6 @@ runs.
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
@@ -17,11 +16,10 @@ from megamix.clock import Clock
 from megamix.mixed_precision.bucket import Bucket
 from megamix.mixed_precision.grad_reduce import GradReduce
 from megamix.mixed_precision.observer import StepObserver
+from megamix.mixed_precision.unit_hooks import OfModule
 from megamix.names import prefix_of
 
 log = logging.getLogger("megamix")
-
-_Needs = dict[nn.Module | None, list[Bucket]]  # buckets that must have arrived before a module runs
 
 
 class ParamGather:
@@ -46,22 +44,19 @@ class ParamGather:
         self._grads = grads
         self._clock = clock
         self._observers = observers
-        self.needs = _needs(model, units, buckets)
+        self._needs = _needs(model, units, buckets)
         # The root's own buckets first, then unit by unit. The order is equal on every rank, since collectives match by
         # order of issue.
-        self.order = [*dict.fromkeys(chain.from_iterable(self.needs.values()))]
+        self.order = [*dict.fromkeys(chain.from_iterable(self._needs.values()))]
         self.under_way: dict[Bucket, None] = {}  # buckets whose gather is under way, in launch order
         self._beside_forward = overlap and bool(units) and any(bucket.owners.axis.size > 1 for bucket in buckets)
-        self.before_read = _before_read
         if self._beside_forward:
             # The hook is never traced: the compiler would refuse the collective or, if the whole model is compiled,
-            # silently split the graph. `disable` is called here and not at the definition, because it imports the
-            # compiler.
-            self.before_read = torch.compiler.disable(_before_read)  # type: ignore[no-untyped-call]  # untyped in torch
+            # silently split the graph.
             for module in (model, *units):
-                module.register_forward_pre_hook(_Await(self))
+                module.register_forward_pre_hook(_Await(self.before_forward))
         for module in model.modules():
-            hook = _Await(self, all_gathers=True)
+            hook = _Await(self.before_state_dict, may_import=False)
             module.register_state_dict_pre_hook(hook)  # type: ignore[no-untyped-call]  # untyped in torch
         self._told_of_copy = buckets[0].params.dtype == torch.float32
 
@@ -77,6 +72,13 @@ class ParamGather:
             self.wait([bucket])
         if bucket is self.order[-1] and not self._beside_forward:
             self.wait_all()
+
+    def before_forward(self, given: object, module: nn.Module, output: object) -> None:
+        # Without gradients `backward_pass` could not notice a read that no unit awaits, so wait for everything.
+        self.wait(self._needs[module] if torch.is_grad_enabled() else self.order)
+
+    def before_state_dict(self, *_: object) -> None:
+        self.wait_all()
 
     @contextmanager
     def backward_pass(self, grads: AbstractContextManager[None]) -> Iterator[None]:
@@ -126,25 +128,12 @@ class ParamGather:
         self._told_of_copy = True
 
 
-def _before_read(gather: ParamGather, module: nn.Module | None) -> None:
-    if gather.under_way:
-        # Without gradients `backward_pass` could not notice a read that no unit awaits, so wait for everything.
-        gather.wait(gather.needs.get(module, gather.order) if torch.is_grad_enabled() else gather.order)
+class _Await(OfModule):
+    """The hook of a module, which awaits gathers before the module's forward or state_dict."""
 
-
-class _Await:
-    """The hook of a module: it awaits what the module needs, or `all_gathers`, before its forward or state_dict.
-
-    It holds the gathers weakly: a module that outlives its engine must not keep the buffers and process groups alive.
-    """
-
-    def __init__(self, gather: ParamGather | None = None, *, all_gathers: bool = False):
-        self._gather = (lambda: None) if gather is None else weakref.ref(gather)
-        self._all_gathers = all_gathers
-
-    def __call__(self, module: nn.Module, *args: object) -> None:
-        if (gather := self._gather()) is not None:
-            gather.before_read(gather, None if self._all_gathers else module)
+    def _gather(self) -> ParamGather | None:
+        gather: ParamGather | None = getattr(self._method(), "__self__", None)
+        return gather
 
     def __reduce__(self) -> tuple[type[_Await], tuple[()]]:
         """Return an empty hook for a copy or a pickle of the module, whose weights belong to no engine.
@@ -166,8 +155,10 @@ class _Await:
         return _Await()
 
 
-def _needs(model: nn.Module, units: Sequence[nn.Module], buckets: Sequence[Bucket]) -> _Needs:
-    """Return the root's own needs first, then those of the units in registration order."""
+def _needs(model: nn.Module, units: Sequence[nn.Module], buckets: Sequence[Bucket]) -> dict[nn.Module, list[Bucket]]:
+    """Return the buckets that must have arrived before a module runs: the root's own first, then those of the units in
+    registration order.
+    """
     bucket_of = {
         name: bucket
         for bucket in reversed(buckets)  # buckets lie in reverse registration order, forward needs the last one first
@@ -176,7 +167,7 @@ def _needs(model: nn.Module, units: Sequence[nn.Module], buckets: Sequence[Bucke
     }
     prefixes = {prefix_of(path): module for path, module in model.named_modules() if module in units}
     of_root = dict.fromkeys(one for name, one in bucket_of.items() if not name.startswith(tuple(prefixes)))
-    needs: _Needs = {model: [*of_root]}
+    needs = {model: [*of_root]}
     for prefix, module in prefixes.items():
         needs[module] = [*dict.fromkeys(one for name, one in bucket_of.items() if name.startswith(prefix))]
     return needs

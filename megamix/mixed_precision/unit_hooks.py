@@ -66,16 +66,17 @@ def refuse_transforms(name: str) -> None:
 class OfModule:
     """The hook of a module, which calls a method with `given`.
 
-    The hook holds the method's object and `given` weakly, as ParamGather's hooks do. In a copy or a pickle of the
-    module the hook does nothing. torch's compiler never traces the hook if `may_import` is True; this imports the
-    compiler, which takes seconds. If False, the hook is excluded from tracing only if the compiler is loaded already.
+    The hook holds the method's object and `given` weakly: a module that outlives its engine must not keep the buffers
+    and process groups alive. In a copy or a pickle of the module the hook does nothing. torch's compiler never traces
+    the hook if `may_import` is True; this imports the compiler, which takes seconds. If False, the hook is excluded
+    from tracing only if the compiler is loaded already.
     """
 
     def __init__(self, method: OnForward | None = None, given: object = None, *, may_import: bool = True):
         self._method = (lambda: None) if method is None else weakref.WeakMethod(method)
         self._given = (lambda: None) if given is None else weakref.ref(given)
         self._run = _run
-        if method is not None and (may_import or "torch._dynamo" in sys.modules):  # never traced, as in ParamGather
+        if method is not None and (may_import or "torch._dynamo" in sys.modules):  # never traced
             self._run = torch.compiler.disable(_run)  # type: ignore[no-untyped-call]  # untyped in torch
 
     def __call__(self, module: nn.Module, args: object, output: object = None) -> None:
