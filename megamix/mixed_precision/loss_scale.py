@@ -126,7 +126,10 @@ class DynamicLossScale(LossScale, DynamicSettings):
         self._count_(found_inf)
         back_off = found_inf & (self.patience <= 0)
         # Without growth at max_scale: it would keep the scale but reset `patience`, as if the scale had never worked.
-        grow = (self.clean_steps >= self.growth_interval) & (self.loss_scale < self.max_scale)
+        # Nor to inf, of a factor beyond 2. >= and not ==, here and below: a run that goes on with a shorter interval
+        # may have counted more steps already.
+        ceiling = min(self.max_scale, 2 * LARGEST / self.growth_factor)
+        grow = (self.clean_steps >= self.growth_interval) & (self.loss_scale < ceiling)
         self._move_(grow, back_off)
         self.clean_steps.masked_fill_(grow, 0)
         self.patience.masked_fill_(~found_inf, self.hysteresis).masked_fill_(grow | back_off, 1)
@@ -154,13 +157,6 @@ class TorchLossScale(DynamicLossScale):
     hysteresis: int = field(default=1, init=False)
     min_scale: float = 0.0
     max_scale: float = LARGEST
-
-    def update_(self, found_inf: Tensor, max_abs: Tensor, scale_used: Tensor) -> None:
-        self._count_(found_inf)
-        # >= and not ==, here and below: a run that goes on with a shorter interval may have counted more steps already.
-        due = self.clean_steps >= self.growth_interval
-        self._move_(due & torch.isfinite(self.loss_scale * self.growth_factor), found_inf)
-        self.clean_steps.masked_fill_(due, 0)
 
 
 @dataclass(eq=False)
