@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 from megamix import tuned
 
@@ -248,7 +249,6 @@ def _cut(specs: Sequence[ParamSpec], num_shards: int, bucket_size: int, *, uncut
 
 def _bucket(specs: list[ParamSpec], num_shards: int, *, pack: bool) -> BucketPlan:
     slots = list[Slot]()
-    spans = list[GroupSpan]()
     parts = _packed(specs, num_shards) if pack else [specs]
     size = max(sum(_round_up(spec.numel, ROW) for spec in part) for part in parts)
     for number, part in enumerate(parts):
@@ -256,15 +256,13 @@ def _bucket(specs: list[ParamSpec], num_shards: int, *, pack: bool) -> BucketPla
         for spec in sorted(part, key=lambda spec: spec.group):  # stable: keeps the reverse order within a group
             slots.append(Slot(spec, end))
             end += _round_up(spec.numel, ROW)
-            start = spans.pop().start if spans and spans[-1].group == spec.group else slots[-1].start
-            if spans:
-                spans[-1] = GroupSpan(spans[-1].group, spans[-1].start, start)
-            spans.append(GroupSpan(spec.group, start, end))
+    padded_numel = _round_up(len(parts) * size, ROW * num_shards)
     # Padding belongs to the span before it: its weights, gradients and states are zeros, and every optimizer keeps them
     # zero.
-    padded_numel = _round_up(len(parts) * size, ROW * num_shards)
-    spans[-1] = GroupSpan(spans[-1].group, spans[-1].start, padded_numel)
-    return BucketPlan(tuple(slots), tuple(spans), padded_numel, num_shards)
+    firsts = [next(run) for _, run in groupby(slots, key=lambda slot: slot.spec.group)]
+    ends = [*(slot.start for slot in firsts[1:]), padded_numel]
+    spans = tuple(GroupSpan(slot.spec.group, slot.start, end) for slot, end in zip(firsts, ends, strict=True))
+    return BucketPlan(tuple(slots), spans, padded_numel, num_shards)
 
 
 def _packed(specs: Sequence[ParamSpec], num_shards: int) -> list[list[ParamSpec]]:
