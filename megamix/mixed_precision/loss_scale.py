@@ -123,25 +123,28 @@ class DynamicLossScale(LossScale, DynamicSettings):
         self.patience.clamp_(max=self.hysteresis)
 
     def update_(self, found_inf: Tensor, max_abs: Tensor, scale_used: Tensor) -> None:
-        self._count_(found_inf)
-        back_off = found_inf & (self.patience <= 0)
-        # Without growth at max_scale: it would keep the scale but reset `patience`, as if the scale had never worked.
-        # Nor to inf, of a factor beyond 2. >= and not ==, here and below: a run that goes on with a shorter interval
-        # may have counted more steps already.
-        ceiling = min(self.max_scale, 2 * LARGEST / self.growth_factor)
-        grow = (self.clean_steps >= self.growth_interval) & (self.loss_scale < ceiling)
-        self._move_(grow, back_off)
-        self.clean_steps.masked_fill_(grow, 0)
-        self.patience.masked_fill_(~found_inf, self.hysteresis).masked_fill_(grow | back_off, 1)
-
-    def _count_(self, found_inf: Tensor) -> None:
         self.clean_steps.add_(1).masked_fill_(found_inf, 0)
         self.patience.add_(found_inf, alpha=-1)
-
-    def _move_(self, grow: Tensor, back_off: Tensor) -> None:
+        # >= and not ==: a run that goes on with a shorter interval may have counted more steps already.
+        grow = (self.clean_steps >= self.growth_interval + self._window_starts_at) & self._may_grow()
+        back_off = found_inf & (self.patience <= 0)
         grown = (self.loss_scale * self.growth_factor).clamp(max=self.max_scale)
         lowered = (self.loss_scale * self.backoff_factor).clamp(min=self.min_scale)
         self.loss_scale.copy_(torch.where(grow, grown, torch.where(back_off, lowered, self.loss_scale)))
+        self.clean_steps.masked_fill_(grow, self._window_starts_at)
+        self._refill_(found_inf, grow, back_off)
+
+    # What differs between the rules.
+
+    _window_starts_at = 0  # clean steps
+
+    def _may_grow(self) -> Tensor | bool:
+        # Not at max_scale: it would keep the scale but reset `patience`, as if the scale had never worked. Nor to inf,
+        # by a factor beyond 2.
+        return self.loss_scale < min(self.max_scale, 2 * LARGEST / self.growth_factor)
+
+    def _refill_(self, found_inf: Tensor, grow: Tensor, back_off: Tensor) -> None:
+        self.patience.masked_fill_(~found_inf, self.hysteresis).masked_fill_(grow | back_off, 1)
 
 
 @dataclass(eq=False)
@@ -171,21 +174,15 @@ class MegatronLossScale(MegatronSettings, DynamicLossScale):
     backoff_factor: float = field(default=0.5, init=False)
     max_scale: float = LARGEST
 
-    _window_starts_at = 0  # clean steps
-
     def __post_init__(self) -> None:
         super().__post_init__()
         self.patience.fill_(self.hysteresis)
 
-    def update_(self, found_inf: Tensor, max_abs: Tensor, scale_used: Tensor) -> None:
-        self._count_(found_inf)
-        grow = self.clean_steps >= self.growth_interval + self._window_starts_at
-        self._move_(grow, found_inf & (self.patience <= 0))
-        self.clean_steps.masked_fill_(grow, self._window_starts_at)
-        self.patience.masked_fill_(self._restores(grow, found_inf), self.hysteresis)
+    def _may_grow(self) -> bool:
+        return True
 
-    def _restores(self, grow: Tensor, found_inf: Tensor) -> Tensor:
-        return grow
+    def _refill_(self, found_inf: Tensor, grow: Tensor, back_off: Tensor) -> None:
+        self.patience.masked_fill_(grow, self.hysteresis)
 
 
 @dataclass(eq=False)
@@ -200,5 +197,5 @@ class DeepSpeedLossScale(DeepSpeedSettings, MegatronLossScale):
 
     _window_starts_at = 1
 
-    def _restores(self, grow: Tensor, found_inf: Tensor) -> Tensor:
-        return ~found_inf if self.consecutive_hysteresis else grow
+    def _refill_(self, found_inf: Tensor, grow: Tensor, back_off: Tensor) -> None:
+        self.patience.masked_fill_(~found_inf if self.consecutive_hysteresis else grow, self.hysteresis)
