@@ -106,7 +106,7 @@ def on_reads(gather: Gather, member_of: Mapping[nn.Parameter, Member], loss: Ten
     yield these members.
 
     Such operations lie on a path from the loss that passes no output of a member: a penalty on a weight, or a loss that
-    a member has put into a list.
+    a member has put into a list or keeps as an attribute.
     """
     readers = readers_of([loss.grad_fn], hidden=_OnGradient)
     for leaf in [node for node in readers if node.name() == LEAF and node.variable in member_of]:
