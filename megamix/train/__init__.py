@@ -7,6 +7,7 @@ judge     whether a job may go on from a checkpoint
 ranks     this rank among the others: meeting, leaving
 run       a start of a run in its folder: held, counted, watched, ended
 batches   this rank's part of global batches, for training and for evaluation
+engine    the engine, as the configuration says
 job       everything that the loop works with, built once from the configuration
 trainer   the training loop, top to bottom
 main      a whole job on this rank

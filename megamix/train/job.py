@@ -10,13 +10,11 @@ from typing import NamedTuple
 import torch
 
 from megamix.builders.data import JobCorpus
-from megamix.builders.objects import DTYPES, build_loader, build_loss_scale, build_optimizer
-from megamix.config import Config, Pace, grad_accum_steps
+from megamix.builders.objects import DTYPES, build_loader
+from megamix.config import Config, Pace
 from megamix.config.sections import CheckpointConfig, MetricsConfig
 from megamix.inspect.overflows import OverflowHistory
-from megamix.mixed_precision.average import WeightAverage
 from megamix.mixed_precision.engine import ShardedEngine
-from megamix.mixed_precision.settings import Precision, Sharding
 from megamix.parallel.build import ModelPart, undrawn
 from megamix.parallel.micro_batch_runner import MicroBatchRunner
 from megamix.report.chosen_trackers import start_trackers
@@ -32,6 +30,7 @@ from megamix.run.resume import Resume
 from megamix.run.run_record import Progress
 from megamix.supervise.console import phase
 from megamix.train.batches import RankBatches, Validation
+from megamix.train.engine import JobEngine
 from megamix.train.run import Run
 
 
@@ -78,34 +77,15 @@ def build(config: Config, run: Run, resume: Resume, corpus: JobCorpus, lines: Li
     Nothing else reads the whole configuration.
     """
     ranks, topology, device = run.ranks, run.ranks.topology, run.ranks.device
-    section, training = config.parallelism, config.training
-    pace = Pace(training, config.model.seq_len)
+    section, training, pace = config.parallelism, config.training, config.pace
 
     # 1. The model, and the engine that takes its weights over.
     _set_torch(training.seed, deterministic=training.deterministic)
     begins = resume.start.checkpoint is None
     with phase(f"building the model{_COMPILES if config.optimizer.compile else ''}"):
         part = ModelPart(config.model, section, config.precision.fp8, topology, device)
-        dtype, scale = DTYPES[config.precision.dtype], build_loss_scale(config.precision)
-        grad_dtype = dtype if config.precision.grad_dtype == "half" else torch.float32
-        precision = Precision(dtype, grad_dtype, scale, config.precision.reduce_dtype)
-        optimizer = build_optimizer(config.optimizer, config.model, config.lr_schedule, pace)
-        sharding = Sharding(
-            units=part.module.units, topology=topology, bucket_size=section.bucket_size, overlap=section.overlap,
-            placements=part.placements, shard=section.shard, accumulate=section.accumulate,
-        )  # fmt: skip
-        engine = ShardedEngine(
-            part.module,
-            optimizer,
-            precision,
-            sharding,
-            clip_grad=config.optimizer.clip_grad,
-            grad_accum_steps=grad_accum_steps(config, topology.dp.size),
-            compile_update=config.optimizer.compile,
-            fill=run.counted(part.first_weights(training.seed, packed=corpus.packed) if begins else undrawn),
-        )
-        if training.average is not None:
-            WeightAverage(engine, training.average.decay)
+        fill = part.first_weights(training.seed, packed=corpus.packed) if begins else undrawn
+        engine = JobEngine(config, part, topology, run.counted(fill))
     run.built(engine)
     run.console.lines(_describe(engine, run.parameters, pace), *part.lines)
     if begins:

@@ -31,7 +31,7 @@ from megamix.checkpoint.snapshot import owned_parts, take_snapshot
 from megamix.checkpoint.verify import read_checkpoint
 from megamix.mixed_precision.settings import Shard
 from megamix.mixed_precision.update_slice import MASTER
-from megamix.tools.verify.core.training import build_training
+from megamix.train.engine import build_training
 from tests.builders import loss_of, make_batch, make_engine, make_model, train_steps
 from tests.checkpoint.state import fill, fp16_engine, load_newest, resume_each, save_now, save_steps, wanted
 from tests.conftest import FULL

@@ -11,7 +11,7 @@ from megamix.config import PrecisionConfig
 from megamix.model.layers import Embedding
 from megamix.model.transformer import Transformer
 from megamix.plugins import LOSS_SCALES
-from megamix.tools.verify.core.training import build_training
+from megamix.train.engine import build_training
 from tests.builders import lrs_of, optimizer_of, tiny_job
 
 

@@ -30,9 +30,9 @@ from megamix.mixed_precision.update_slice import UpdateScalars
 from megamix.parallel.build import build_model, drawn
 from megamix.plugins import OPTIMIZERS
 from megamix.tools.plan import memory_plan
-from megamix.tools.verify.core import training
 from megamix.tools.verify.layouts import judge_steps
 from megamix.tools.verify.layouts.observe import observe
+from megamix.train import engine as train_engine
 from tests.builders import lrs_of, make_engine, run_on_ranks, tiny_job
 from tests.checkpoint.state import all_or_none_of
 from tests.parallel.layouts import Case, assemble, states
@@ -165,7 +165,7 @@ def _observed(config):
         return owned_ranges(engine)
 
     with (
-        mock.patch.object(training, "build_optimizer", built),
+        mock.patch.object(train_engine, "build_optimizer", built),
         mock.patch.object(memory_plan, "build_optimizer", built),
         mock.patch.object(ShardedEngine, "owned_ranges", note),
     ):

@@ -24,8 +24,8 @@ from megamix.inspect.culprits import (
     origins_of,
 )
 from megamix.mixed_precision.flat_layout import ParamSpec, Piece
-from megamix.tools.verify.core.training import build_training
 from megamix.tools.verify.layouts.observe import take_step
+from megamix.train.engine import build_training
 from tests.builders import loss_of, make_batch, make_engine, make_model
 from tests.conftest import FULL
 from tests.distributed.test_overflow import Injector

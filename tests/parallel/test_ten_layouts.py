@@ -13,8 +13,8 @@ from megamix.inspect.culprits import gather_peaks
 from megamix.inspect.replicas import check_replicas
 from megamix.tools.verify.core.layout import parse_layout
 from megamix.tools.verify.core.observed_step import rank_device
-from megamix.tools.verify.core.training import build_training
 from megamix.tools.verify.layouts.observe import take_step
+from megamix.train.engine import build_training
 from tests.checkpoint.state import all_or_none_of
 from tests.conftest import FULL
 from tests.parallel.layouts import are_equal, assemble, contents, states, with_one_inf

@@ -30,9 +30,9 @@ from megamix.report.plot import figures
 from megamix.run import results
 from megamix.run.resume import Resume
 from megamix.supervise.status import NoAnswerError, PreemptedError, WrongDataError
-from megamix.tools.verify.core.training import build_training
 from megamix.train import job, ranks, run
 from megamix.train import main as train_main
+from megamix.train.engine import build_training
 from megamix.train.main import run_job
 from tests.builders import BRANCHING, VOCAB, run_on_ranks, tiny_job, write_data
 from tests.config.test_unread import CASES

@@ -18,8 +18,8 @@ from megamix.builders.objects import build_loader
 from megamix.cli import main
 from megamix.hub.source import open_source
 from megamix.supervise.status import PreemptedError
-from megamix.tools.verify.core.training import build_training
 from megamix.train.batches import RankBatches, Validation
+from megamix.train.engine import build_training
 from megamix.train.trainer import Trainer
 from tests.builders import EXPERTS, SEQ_LEN, corpus_of, run_on_ranks, tiny_job
 from tests.conftest import FULL

@@ -102,8 +102,8 @@ def audit_job(config: Config, updates: int) -> AuditReport:
     from megamix.comm.topology import local_device
     from megamix.tools.audit.audit import audit
     from megamix.tools.audit.report import AuditReport
-    from megamix.tools.verify.core.training import build_training
     from megamix.tools.verify.layouts.observe import MOST_SKIPPED, take_step
+    from megamix.train.engine import build_training
 
     runner, report = build_training(config, local_device()), AuditReport()
     engine = runner.engine

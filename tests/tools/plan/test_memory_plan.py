@@ -22,7 +22,7 @@ from megamix.tools.plan.memory_plan import EVALUATION, held_memory, memory_line,
 from megamix.tools.plan.report import report_lines
 from megamix.tools.ranks import RankPool
 from megamix.tools.verify.core.layout import parse_layout
-from megamix.tools.verify.core.training import build_training
+from megamix.train.engine import build_training
 from tests.builders import tiny_job
 from tests.conftest import FULL, also_wide
 from tests.distributed import pipelines

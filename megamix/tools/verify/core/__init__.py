@@ -12,6 +12,5 @@ tape            tensors that pass through every module, and parameters that FSDP
 bisect          the first module that is wrong
 observed_step   on every rank of our engine: all of a step that can be compared; the ranks' parts become whole
                 parameters, gradients and states by name
-training        the engine of a job without the job
 choices         the experts that routers choose: kept on every rank, and replayed by the reference
 """
