@@ -12,7 +12,7 @@ from torch import nn
 from megamix.data.loader import Batch
 from megamix.model.span import Span
 from megamix.tools.verify.core.hypotheses import RightStep, factor_of
-from megamix.tools.verify.core.reference import Reference, put, wide
+from megamix.tools.verify.core.reference import Reference
 from megamix.tools.verify.core.tape import INPUT, INPUT_GRADIENT, OUTPUT, OUTPUT_GRADIENT, Tape, recorded
 from megamix.tools.verify.core.verdict import NOISE, UNIT, Tensors, max_abs
 
@@ -42,9 +42,8 @@ def culprit(right: RightStep, tapes: Sequence[RankTape]) -> str:
     reference, found = right.reference, []
     for rank, mine in enumerate(tapes):
         batch = right.by_rank[mine.dp_rank][0]
-        exact = _record(reference, reference.exact, wide(right.weights), batch)
-        native = _record(reference, reference.native, reference.coarse(right.weights), batch)
-        exact, native = (mine.own(whole, batch) for whole in (exact, native))
+        models = reference.exact, reference.native
+        exact, native = (mine.own(_record(reference, model, right.weights, batch), batch) for model in models)
         all_parts = [other.tape for other in tapes if other.data == mine.data]
         if wrong := first_module(mine.tape, all_parts, exact, native):
             found.append((*wrong, rank))
@@ -55,7 +54,7 @@ def culprit(right: RightStep, tapes: Sequence[RankTape]) -> str:
 
 
 def _record(reference: Reference, model: nn.Module, weights: Tensors, batch: Any) -> Tape:
-    put(model, weights)
+    reference.put(model, weights)
     with recorded(model) as tape:
         torch.autograd.backward(reference.loss(model, batch))
     model.zero_grad()

@@ -102,7 +102,7 @@ class RightStep:
         ]
 
     def _of(self, batches: MicroBatches, shares: Sequence[float], weights: Tensors | None = None) -> Tensors:
-        return self.reference.exact_step(weights or self.weights, batches, shares).grads
+        return self.reference.step(self.reference.exact, weights or self.weights, batches, shares).grads
 
     @property
     def flat(self) -> tuple[list[Any], list[float]]:
@@ -111,7 +111,7 @@ class RightStep:
 
     @cached_property
     def exact(self) -> Step:
-        return self.reference.exact_step(self.weights, *self.flat)
+        return self.reference.step(self.reference.exact, self.weights, *self.flat)
 
     @property
     def whole(self) -> Tensors:
@@ -119,7 +119,7 @@ class RightStep:
 
     def native(self, loss_scale: float) -> Step:
         """Take the step in the training's own precision."""
-        return self.reference.native_step(self.weights, *self.flat, loss_scale)
+        return self.reference.step(self.reference.native, self.weights, *self.flat, loss_scale)
 
     def finite(self, loss_scale: float) -> tuple[Step, float]:
         """Return `native` at the largest scale without overflow, and that scale.

@@ -85,31 +85,27 @@ class Reference:
         loss_of = self.exact_loss if model is self.exact else self.native_loss
         return loss_of(model, moved(batch, device))
 
-    def exact_step(self, weights: Tensors, batches: MicroBatches, shares: Sequence[float]) -> Step:
-        """Take the step with these weights in FP64. `shares`: weight of each micro-batch's mean in the loss."""
-        return self._step(self.exact, wide(weights), batches, shares, 1.0)
+    def put(self, model: nn.Module, weights: Tensors) -> None:
+        """Set every parameter of one of the models, and the buffers that are given.
 
-    def native_step(self, weights: Tensors, batches: MicroBatches, shares: Sequence[float], scale: float = 1.0) -> Step:
-        """Take the step with these weights as they are stored, as a rank would.
-
-        With mixed dtypes all parameters take the coarsest (see `coarse`).
+        The native one's parameters all take the coarsest of their dtypes, which has the largest rounding: with mixed
+        dtypes wrappers cast at their borders, which the plain model cannot do.
         """
-        return self._step(self.native, self.coarse(weights), batches, shares, scale)
+        params = dict(model.named_parameters())
+        coarsest = max((weights[name].dtype for name in params), key=UNIT.__getitem__)
+        for name, param in params.items():
+            param.data = weights[name].to(param.device, torch.float64 if model is self.exact else coarsest)
+        for name, buffer in model.named_buffers():
+            if name in weights:
+                buffer.copy_(weights[name])
 
-    def coarse(self, weights: Tensors) -> Tensors:
-        """Return all parameters in the coarsest of their dtypes.
-
-        With mixed dtypes wrappers cast at their borders, which the plain model cannot do. The coarsest dtype has the
-        largest rounding.
-        """
-        names = [name for name, _ in self.native.named_parameters()]
-        dtype = max((weights[name].dtype for name in names), key=UNIT.__getitem__)
-        return {**weights, **{name: weights[name].to(dtype) for name in names}}
-
-    def _step(
-        self, model: nn.Module, weights: Tensors, batches: MicroBatches, shares: Sequence[float], scale: float
+    def step(
+        self, model: nn.Module, weights: Tensors, batches: MicroBatches, shares: Sequence[float], scale: float = 1.0
     ) -> Step:
-        put(model, weights)
+        """Take the step with these weights by one of the models. `shares`: weight of each micro-batch's mean in the
+        loss.
+        """
+        self.put(model, weights)
         params = {name: param for name, param in model.named_parameters() if param.requires_grad}
         losses, rankings = list[float](), list[Tensors]()
         grads = {name: torch.zeros(param.shape, dtype=torch.float64) for name, param in params.items()}
@@ -129,20 +125,6 @@ class Reference:
                     magnitudes[name] = magnitudes[name] + part.abs()
         mean = sum(loss * share for loss, share in zip(losses, shares, strict=True))
         return Step(mean, losses, grads, magnitudes, rankings)
-
-
-def wide(weights: Tensors) -> Tensors:
-    """Return weights in FP64, and complex buffers as they are: FP64 has no place for their imaginary parts."""
-    return {name: weight if weight.is_complex() else weight.double() for name, weight in weights.items()}
-
-
-def put(model: nn.Module, weights: Tensors) -> None:
-    """Set every parameter, in the dtype of its weight, and the buffers that are given."""
-    for name, param in model.named_parameters():
-        param.data = weights[name].to(param.device)
-    for name, buffer in model.named_buffers():
-        if name in weights:
-            buffer.copy_(weights[name])
 
 
 def finite(grads: Tensors) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megamix.tools.verify.core.hypotheses import HALVES, RightStep, factor_of, lost, nearest
 from megamix.tools.verify.core.reference import MicroBatches
@@ -75,15 +75,13 @@ def check_buffers(verdict: Verdict, right: RightStep, before: SeenStep, after: S
     """
     if not after.buffers:
         return
-    mine, shares = right.by_rank[0], right.shares[0]
+    mine, shares, reference = right.by_rank[0], right.shares[0], right.reference
 
-    def moved_by(batches: MicroBatches, shares: Sequence[float], native: bool = False) -> Tensors:
-        reference = right.reference
-        take, model = (reference.native_step, reference.native) if native else (reference.exact_step, reference.exact)
-        take(right.weights, batches, shares)
+    def moved_by(batches: MicroBatches, shares: Sequence[float], model: nn.Module = reference.exact) -> Tensors:
+        reference.step(model, right.weights, batches, shares)
         return {name: _real(buffer).cpu().clone() for name, buffer in model.named_buffers()}
 
-    wanted, rounded = moved_by(mine, shares), moved_by(mine, shares, native=True)
+    wanted, rounded = moved_by(mine, shares), moved_by(mine, shares, reference.native)
     counted = _counted(wanted, before.buffers, after.buffers)
     for name in filter(after.buffers.__contains__, wanted):
         want, was, got = wanted[name], _real(before.buffers[name]), _real(after.buffers[name])

@@ -13,7 +13,7 @@ from megamix.config import ExpertsConfig
 from megamix.tools.verify.core.choices import Choices, routers
 from megamix.tools.verify.core.hypotheses import RightStep
 from megamix.tools.verify.core.observed_step import ObservedStep
-from megamix.tools.verify.core.reference import Step, put, wide
+from megamix.tools.verify.core.reference import Step
 from megamix.tools.verify.core.verdict import NOISE, U32, Tensors, Verdict, max_abs
 
 
@@ -29,12 +29,12 @@ def judge_scores(verdict: Verdict, right: RightStep, ranks: Sequence[ObservedSte
     rounding of the score and one of its sum with the bias. A choice is that of the best, exactly.
     """
     reference = right.reference
-    put(reference.native, reference.coarse(right.weights))
-    put(reference.exact, wide(right.weights))
+    models = reference.native, reference.exact
+    for model in models:
+        reference.put(model, right.weights)
     for name, router in routers(reference.native).items():
         for rank, seen in enumerate(ranks):
             for kept in seen.choices.get(name, ()):
-                models = reference.native, reference.exact
                 native, want = (reference.routers[model][name].score(kept.x) for model in models)
                 bound = NOISE * max_abs(native - want) + 2 * U32 * max_abs(want)
                 error = max_abs(kept.ranking.double() - want)
