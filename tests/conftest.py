@@ -166,7 +166,7 @@ class RankPools:
 
         on_gpu = self._device != "cpu"
         if world_size not in self._pools:
-            self._pools[world_size] = RankPool(world_size, on_gpus=on_gpu, share_card=on_gpu)
+            self._pools[world_size] = RankPool(world_size, "cuda:0" if on_gpu else "cpu")
         if on_gpu:  # its minutes are few, and nothing there is compiled
             deadline_s = min(deadline_s or devices.DEADLINE_S, devices.DEADLINE_S)
         test = os.environ.get("PYTEST_CURRENT_TEST", "")

@@ -65,8 +65,8 @@ class LateRanks(RankFailure, TimeoutError):
 class RankPool:
     """Pool of `world_size` ranks, started by the first call and kept alive between calls.
 
-    on_gpus: one rank on each GPU, by NCCL; else on the CPU, by Gloo, and no rank sees a GPU.
-    share_card: with `on_gpus`, all ranks on the first GPU, by Gloo, because NCCL wants a GPU for each.
+    where: "cpu", by Gloo, and no rank sees a GPU; "cuda", a GPU for each rank, by NCCL; "cuda:0", the first GPU for all,
+    by Gloo, because NCCL wants a GPU for each; None, "cuda" if there are enough GPUs, else "cpu".
     actor: each rank holds one `actor()` as long as it lives, and every function gets it as its first argument: name
     methods of its class. A lone rank then has no process group. Without an actor, no call finds anything that an
     earlier call left behind.
@@ -78,12 +78,12 @@ class RankPool:
     """
 
     def __init__(
-        self, world_size: int, *, on_gpus: bool = False, share_card: bool = False,
-        actor: Callable[[], object] | None = None, environment: Mapping[str, str] | None = None, name: str = "",
-        deadline_s: float = DEADLINE_S, stacks: bool = True,
+        self, world_size: int, where: str | None = "cpu", *, actor: Callable[[], object] | None = None,
+        environment: Mapping[str, str] | None = None, name: str = "", deadline_s: float = DEADLINE_S,
+        stacks: bool = True,
     ):  # fmt: skip
-        self.world_size, self.on_gpus = world_size, on_gpus
-        self.where = ("cuda:0" if share_card else "cuda") if on_gpus else "cpu"  # as `pool_for` takes it
+        self.world_size = world_size
+        self.where = where or ("cuda" if num_cards() >= world_size else "cpu")
         self._actor, self._environment, self._deadline_s = actor, environment, deadline_s
         self._who, self._stacks = f"{name}: rank" if name else "rank", stacks
         self._pipes = list[Connection]()
@@ -181,17 +181,6 @@ class RankPool:
 def num_cards() -> int:
     """Return how many GPUs torch can use."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
-
-
-def pool_for(world_size: int, where: str | None = None, **settings: Any) -> RankPool:
-    """Return a pool on this machine. `settings`: as for RankPool.
-
-    `where`: "cpu"; "cuda", a GPU for each rank; "cuda:0", the first GPU for all; None: "cuda" if there are enough GPUs,
-    else "cpu".
-    """
-    if where is None:
-        where = "cuda" if num_cards() >= world_size else "cpu"
-    return RankPool(world_size, on_gpus=where != "cpu", share_card=where == "cuda:0", **settings)
 
 
 def _serve(rank: int, world_size: int, folder: str, pipe: Connection, where: str, new_interpreter: bool) -> None:

@@ -17,7 +17,7 @@ def gpu_ranks():
 
     def run(case, world_size, *args, seed=0, deadline_s=None):
         if world_size not in pools:
-            pools[world_size] = RankPool(world_size, on_gpus=True)
+            pools[world_size] = RankPool(world_size, "cuda")
         with processes_with_gpus():
             return pools[world_size].call(on_gpu, seed, case, *args, deadline_s=deadline_s)
 

@@ -35,7 +35,7 @@ def _smoke(by_shard):
     pools.return_value.__enter__.return_value.call = on_cards
     with mock.patch.multiple(first_parts, SIZES={"3M": SMALL}, RankPool=pools, num_cards=lambda: 2):
         verdicts = {finding.check: finding.verdict for finding in first_parts.smoke()}
-    pools.assert_called_once_with(2, on_gpus=True)
+    pools.assert_called_once_with(2, "cuda")
     return verdicts
 
 

@@ -17,7 +17,7 @@ from megamix.cli import main
 from megamix.machine import CPU_HALVES
 from megamix.model import layers, ops
 from megamix.model.ops import Ops
-from megamix.tools.ranks import pool_for
+from megamix.tools.ranks import RankPool
 from megamix.tools.verify.core.layout import parse_layout
 from megamix.tools.verify.core.observed_step import rank_device
 from megamix.tools.verify.foreign import watch
@@ -130,7 +130,7 @@ def _seen_by_a_trainer():
 
 
 def test_a_trainer_takes_the_gpu_that_its_ranks_share(gpu_ranks):
-    with processes_with_gpus(), pool_for(2, "cuda:0") as pool:
+    with processes_with_gpus(), RankPool(2, "cuda:0") as pool:
         assert pool.call(_seen_by_a_trainer) == [("0", "cuda:0", "gloo")] * 2
 
 

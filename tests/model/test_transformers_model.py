@@ -180,7 +180,7 @@ def test_the_plan_counts_what_a_model_keeps(folder):
 
 def test_verify_passes_dense_and_mixed_models(run_ranks, folder):
     # Not a pool of its own: its ranks would import transformers anew.
-    pool = SimpleNamespace(on_gpus=False, call=lambda work, *args: run_ranks(work, 2, *args))
+    pool = SimpleNamespace(where="cpu", call=lambda work, *args: run_ranks(work, 2, *args))
     kinds = [*KINDS] if FULL else ["gemma3_text", "qwen3_moe"]
     dtypes = ["fp32", "bf16", "fp16"] if FULL else ["bf16"]
     layouts = ["dp2", "dp2-parameters"] if FULL else ["dp2-parameters"]

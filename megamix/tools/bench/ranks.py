@@ -37,8 +37,8 @@ def start_ranks(
     where they compute, torch's default while they make the actor.
     """
     settings = {"OMP_NUM_THREADS": str(threads), **(environment or {})}
-    made, on_gpus = partial(_make, actor, device), device == "cuda"
-    return RankPool(world_size, on_gpus=on_gpus, actor=made, environment=settings, name=name, deadline_s=_DEADLINE_S)
+    made = partial(_make, actor, device)
+    return RankPool(world_size, device, actor=made, environment=settings, name=name, deadline_s=_DEADLINE_S)
 
 
 def _make(actor: Callable[[], object], device: str) -> object:

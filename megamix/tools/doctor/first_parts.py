@@ -87,7 +87,7 @@ def smoke() -> Iterator[Finding]:
     # The mean of 1, 2 or 4 equal halves is exact, in any order of sums.
     cards = 1 << (min(4, num_cards() or 1).bit_length() - 1)
     alone = trained(work)
-    with RankPool(cards, on_gpus=ON_GPU) as ranks:
+    with RankPool(cards, DEVICE) as ranks:
         for shard in ("states", "gradients", "parameters"):
             bits = {*ranks.call(partial(trained, work, shard=shard))}
             seen = f"{'the' if bits == {alone} else 'other'} bits, {cards} rank(s)"
@@ -100,8 +100,8 @@ def verify() -> Iterator[Finding]:
     """Verify settings on one rank, and layouts of two ranks that share a card."""
     chosen = SETTINGS if ON_GPU else {name: SETTINGS[name] for name in ("plain", "experts")}
     base = {**expected()["job"], "precision": precision()}
-    pool = partial(RankPool, on_gpus=ON_GPU, deadline_s=60.0)
-    with pool(1) as alone, pool(2, share_card=ON_GPU) as pair:
+    pool = partial(RankPool, deadline_s=60.0)
+    with pool(1, DEVICE) as alone, pool(2, "cuda:0" if ON_GPU else "cpu") as pair:
         cases = [(name, "dp1", alone, change) for name, change in chosen.items()]
         cases += [(name, name, pair, {"model": _SWIGLU}) for name in (SHARED if ON_GPU else SHARED[:2])]
         for name, layout, ranks, change in cases:

@@ -33,7 +33,7 @@ def checks(facts: Mapping[str, Any], stack: ExitStack) -> dict[str, tuple[Check 
     cards = facts["cards"]
     on_gpus, size = bool(cards), len(cards) or 2
     card, device = (cards[0], "cuda") if on_gpus else ("", "cpu")
-    alone, every = (stack.enter_context(RankPool(number, on_gpus=on_gpus, stacks=False)) for number in (1, size))
+    alone, every = (stack.enter_context(RankPool(number, device, stacks=False)) for number in (1, size))
     devices = every if on_gpus else alone  # two ranks on one CPU would share its rate
     tokens, width, numel, *sizes = expected()["sizes"][device]
     cases = {name: case for name, case in expected()["trained"].items() if case["device"] == device}

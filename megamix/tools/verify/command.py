@@ -60,7 +60,7 @@ def _refuse_idle(arguments: argparse.Namespace) -> None:
 
 
 def _where(arguments: argparse.Namespace, worlds: Sequence[int]) -> str | None:
-    """Return where ranks compute, as `pool_for` takes it. End with status 2 if there are fewer GPUs than ranks need."""
+    """Return where ranks compute, as `RankPool` takes it. End with status 2 if there are fewer GPUs than ranks need."""
     if arguments.device != "cuda":
         if arguments.share_card:
             arguments.parser.error("--share-card needs --device cuda", "leave it out, or write both")

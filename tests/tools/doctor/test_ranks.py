@@ -143,7 +143,7 @@ def _call(function, *args, deadline_s):
 def test_all_cards_of_a_machine_are_measured(monkeypatch):
     pool = mock.MagicMock(call=_call)
     pool.__enter__.return_value = pool
-    monkeypatch.setattr(measured, "RankPool", lambda size, *, on_gpus, stacks: pool)
+    monkeypatch.setattr(measured, "RankPool", lambda size, device, *, stacks: pool)
     with ExitStack() as stack:
         examined = measured.checks({"cards": [H100] * 8}, stack).items()
         findings = {one.check: one for _, (check, limit_s) in examined if check for one in check(limit_s)}

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megamix.cli import main
-from megamix.tools.ranks import RankFailure, RankPool, pool_for
+from megamix.tools.ranks import RankFailure, RankPool
 from megamix.tools.verify.core.table import row
 from megamix.tools.verify.core.verdict import Difference, Verdict
 from megamix.tools.verify.layouts import layout_lines
@@ -88,7 +88,7 @@ def test_wrong_layouts_are_named_before_any_rank_is_started(capsys):
 def test_a_rank_that_fails_is_told_and_exit_status_1(monkeypatch, capsys):
     why = "rank 1: ValueError: no such thing"
     monkeypatch.setattr(layout_lines, "verify_layout", mock.Mock(side_effect=RankFailure(why)))
-    monkeypatch.setattr(layout_lines, "pool_for", lambda *_, **__: mock.Mock(where="cpu"))
+    monkeypatch.setattr(layout_lines, "RankPool", lambda *_, **__: mock.Mock(where="cpu"))
     assert main(["verify", CONFIG, *SMALL, "--layouts", "dp2,dp1"]) == 1
     said = capsys.readouterr()
     first, second = said.err.splitlines()
@@ -113,7 +113,7 @@ def test_a_rank_that_fails_is_told_and_exit_status_1(monkeypatch, capsys):
 def test_gpus_that_are_not_there_are_told_before_any_rank_is_started(monkeypatch, capsys, arguments, cards, told):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: cards)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cards > 0)
-    monkeypatch.setattr(layout_lines, "pool_for", None)
+    monkeypatch.setattr(layout_lines, "RankPool", None)
     with pytest.raises(SystemExit) as ended:
         main(["verify", CONFIG, *SMALL, *arguments])
     assert ended.value.code == 2
@@ -127,7 +127,7 @@ def test_gpus_that_are_not_there_are_told_before_any_rank_is_started(monkeypatch
 def test_the_gpus_are_used_where_there_are_enough_unless_one_says_otherwise(monkeypatch, where, cards, expected):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: cards)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cards > 0)
-    assert pool_for(2, where).where == expected
+    assert RankPool(2, where).where == expected
 
 
 def test_a_rank_on_the_cpu_sees_no_gpu():
@@ -138,7 +138,7 @@ def test_a_rank_on_the_cpu_sees_no_gpu():
 def test_who_is_asked_to_end_ends_the_ranks_first(monkeypatch):
     pool = mock.Mock()
     monkeypatch.setattr(layout_lines, "verify_layout", lambda *_: signal.raise_signal(signal.SIGTERM))
-    monkeypatch.setattr(layout_lines, "pool_for", lambda *_, **__: pool)
+    monkeypatch.setattr(layout_lines, "RankPool", lambda *_, **__: pool)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # without a handler, this goes on and fails
     with pytest.raises(SystemExit) as ended:
         main(["verify", CONFIG, *SMALL, "--layouts", "dp1"])

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from megamix.arguments import Failed
 from megamix.supervise.console import say
-from megamix.tools.ranks import RankFailure, RankPool, pool_for
+from megamix.tools.ranks import RankFailure, RankPool
 from megamix.tools.verify.core.table import COLUMNS, DEADLINE_S, result_lines, row
 from megamix.tools.verify.core.verdict import Verdict
 from megamix.tools.verify.foreign.judge_trainer import judge_trainer
@@ -19,14 +19,14 @@ def trainer_lines(
     trained: str, worlds: Sequence[int], where: str | None, steps: int, bisect: bool = False
 ) -> Iterator[str]:
     """Yield the lines to print: the results of somebody's own training on each number of ranks. `trained`:
-    FILE.py:CLASS. `where`: as for `pool_for`.
+    FILE.py:CLASS. `where`: as for `RankPool`.
     """
     with loaded_trainer(trained, ranks=worlds[0]) as trainer:
         check_trainer(trainer)  # mistakes of the trainer are told before any rank is started
     yield row("ranks", "on", "attempts", "skipped", *COLUMNS, "")
     for world in worlds:
         say(f"megamix verify: {trained} on {world} rank(s)", sys.stderr)
-        pool = pool_for(world, where, deadline_s=DEADLINE_S)
+        pool = RankPool(world, where, deadline_s=DEADLINE_S)
         try:
             yield from result_lines(str(world), pool.where, verify_trainer(trained, pool, steps, bisect), bisect)
         except RankFailure as failure:

@@ -12,7 +12,7 @@ from megamix.arguments import Failed
 from megamix.config import Config
 from megamix.progress import ProgressLine
 from megamix.supervise.console import say
-from megamix.tools.ranks import RankFailure, RankPool, pool_for
+from megamix.tools.ranks import RankFailure, RankPool
 from megamix.tools.verify.core.layout import Layout
 from megamix.tools.verify.core.own_size import size_told
 from megamix.tools.verify.core.table import COLUMNS, DEADLINE_S, result_lines, row
@@ -29,7 +29,7 @@ def verify_lines(
     config: Config, layouts: Sequence[Layout], where: str | None, progress: ProgressLine, bisect: bool = False
 ) -> Iterator[str]:
     """Yield the lines to print, as they become known. The beginning of each layout is reported on stderr. `where`: as
-    for `pool_for`.
+    for `RankPool`.
     """
     yield size_told(config)
     yield row("layout", "on", "attempts", "skipped", *COLUMNS, "")
@@ -43,7 +43,7 @@ def verify_lines(
             with progress.aside():
                 say(f"megamix verify: {on}; {rest}", sys.stderr)
             # One pool of a size serves all layouts of that size.
-            pool = pools.setdefault(layout.world_size, pool_for(layout.world_size, where, deadline_s=DEADLINE_S))
+            pool = pools.setdefault(layout.world_size, RankPool(layout.world_size, where, deadline_s=DEADLINE_S))
             try:
                 for name, job in _by_products(layout.name, config).items():
                     yield from result_lines(name, pool.where, verify_layout(job, layout, pool, bisect), bisect)
@@ -72,4 +72,4 @@ def verify_layout(config: Config, layout: Layout, pool: RankPool, bisect: bool =
     if here.model.dropout:
         here = here.with_keys(model={"dropout": 0.0})
     ranks = pool.call(observe, here, UPDATES, OVERFLOW_AT, bisect)
-    return judge(here, ranks, torch.device("cuda" if pool.on_gpus else "cpu"), UPDATES, OVERFLOW_AT)
+    return judge(here, ranks, torch.device(pool.where), UPDATES, OVERFLOW_AT)

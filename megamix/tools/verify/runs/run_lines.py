@@ -18,7 +18,7 @@ from megamix.config import Config
 from megamix.report.metrics import TAGS
 from megamix.run.run_folder import METRICS
 from megamix.supervise.console import say
-from megamix.tools.ranks import RankFailure, pool_for
+from megamix.tools.ranks import RankFailure, RankPool
 from megamix.tools.verify.core.layout import Layout
 from megamix.tools.verify.core.observed_step import assemble
 from megamix.tools.verify.core.own_size import size_told
@@ -46,11 +46,11 @@ class WatchedRun(NamedTuple):
 
 def runs_lines(config: Config, layouts: Sequence[Layout], where: str | None) -> Iterator[str]:
     """Yield the lines on a job that never stops, on the first layout, and on the same job that is interrupted there and
-    goes on on each of the layouts. `where`: as for `pool_for`.
+    goes on on each of the layouts. `where`: as for `RankPool`.
     """
     yield size_told(config)
     yield row(f"{'run':<26}", "on", "attempts", "skipped", "")
-    where = pool_for(max(layout.world_size for layout in layouts), where).where
+    where = RankPool(max(layout.world_size for layout in layouts), where).where
     say(f"megamix verify: {STEPS} updates without a stop, then with a resume after {BORDER}", sys.stderr)
     try:
         whole = watched(config, layouts, layouts[:1], where)
@@ -66,7 +66,7 @@ def runs_lines(config: Config, layouts: Sequence[Layout], where: str | None) -> 
 
 
 def twice_lines(config: Config, layouts: Sequence[Layout], where: str | None) -> Iterator[str]:
-    """Yield the lines on one job in two new programs, layout by layout. `where`: as for `pool_for`."""
+    """Yield the lines on one job in two new programs, layout by layout. `where`: as for `RankPool`."""
     yield size_told(config)
     for layout in layouts:
         say(f"megamix verify: {layout.name} on {layout.world_size} rank(s), in two programs", sys.stderr)
@@ -74,7 +74,7 @@ def twice_lines(config: Config, layouts: Sequence[Layout], where: str | None) ->
             problems = twice_problems(config, layout, where)
         except RankFailure as failure:
             problems = [f"fails\n{failure}"]
-        on = pool_for(layout.world_size, where).where
+        on = RankPool(layout.world_size, where).where
         yield row(layout.name, on, "differs" if problems else "the same, bit for bit")
         yield from (Failed(f"  {problem}") for problem in problems)
 
@@ -88,7 +88,7 @@ def watched(
         write_data(jobs[0], Path(folder))
         starts = []
         for number, (job, layout) in enumerate(zip(jobs, on, strict=True), 1):
-            with pool_for(layout.world_size, where, deadline_s=DEADLINE_S, **settings) as ranks:
+            with RankPool(layout.world_size, where, deadline_s=DEADLINE_S, **settings) as ranks:
                 seen = ranks.call(watch_job, job, BORDER if number < len(on) else None)
                 starts.append([*zip(*seen, strict=True)])
         log = (Path(jobs[0].checkpoint.folder) / METRICS).read_text(encoding="utf-8")
@@ -119,7 +119,7 @@ def twice_problems(config: Config, layout: Layout, where: str | None) -> list[st
     one, other = (watched(config, [layout], [layout], where, environment={}) for _ in range(2))
     if not (problems := first_difference(_attempts(one, other, True))):
         return []
-    with TemporaryDirectory(prefix="megamix-verify-") as folder, pool_for(layout.world_size, where) as ranks:
+    with TemporaryDirectory(prefix="megamix-verify-") as folder, RankPool(layout.world_size, where) as ranks:
         job = run_config(config, [layout], layout, Path(folder)).with_keys(training={"deterministic": False})
         write_data(job, Path(folder))
         found = set[str]().union(*ranks.call(undetermined, job, deadline_s=DEADLINE_S))

@@ -61,7 +61,7 @@ def test_what_a_job_may_have_passes(run_ranks):
 
 
 def test_no_unit_drops_out_where_one_process_would_drop_others(run_ranks):
-    pool = SimpleNamespace(on_gpus=False, call=lambda work, *args: run_ranks(work, 1, *args))
+    pool = SimpleNamespace(where="cpu", call=lambda work, *args: run_ranks(work, 1, *args))
     configs = [make_config("dp1", model={"dropout": share}) for share in (0.0, 0.3)]
     without, dropped = (verify_layout(config, parse_layout("dp1"), pool) for config in configs)
     assert without.differences == []

@@ -33,13 +33,13 @@ ONE, TWO = parse_layout("dp1"), parse_layout("dp2")
 def pools(run):
     """Take the session's ranks, by `run(work, size, *arguments)`, in place of the command's pool."""
 
-    def pool_for(size, where, **settings):
-        pool = mock.MagicMock(on_gpus=False, where="cpu")
+    def pool_of(size, where, **settings):
+        pool = mock.MagicMock(where="cpu")
         pool.call = lambda work, *arguments, deadline_s=None: run(work, size, *arguments)
         pool.__enter__.return_value = pool
         return pool
 
-    return mock.patch.object(run_lines, "pool_for", pool_for)
+    return mock.patch.object(run_lines, "RankPool", pool_of)
 
 
 def _work(bug, work, *arguments):
