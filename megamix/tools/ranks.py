@@ -65,8 +65,8 @@ class LateRanks(RankFailure, TimeoutError):
 class RankPool:
     """Pool of `world_size` ranks, started by the first call and kept alive between calls.
 
-    where: "cpu", by Gloo, and no rank sees a GPU; "cuda", a GPU for each rank, by NCCL; "cuda:0", the first GPU for all,
-    by Gloo, because NCCL wants a GPU for each; None, "cuda" if there are enough GPUs, else "cpu".
+    where: "cpu", by Gloo, and no rank sees a GPU; "cuda", a GPU for each rank, by NCCL; "cuda:0", the first GPU for
+    all, by Gloo, because NCCL wants a GPU for each; None, "cuda" if there are enough GPUs, else "cpu".
     actor: each rank holds one `actor()` as long as it lives, and every function gets it as its first argument: name
     methods of its class. A lone rank then has no process group. Without an actor, no call finds anything that an
     earlier call left behind.

@@ -102,7 +102,7 @@ def _reference(plain, loss=torch.sum):
 
 
 def test_a_loss_that_is_not_finite_on_one_rank_alone_names_the_rank():
-    step = RightStep(_reference(torch.nn.Linear(1, 1)), {}, [[0, 1], [2, 3]], [[0.25] * 2] * 2)
+    step = RightStep(_reference(torch.nn.Linear(1, 1)), {}, [[(0, 0.25)] * 2] * 2)
     told = step.rank_apart([[1.0, 1.0], [1.0, math.nan]], [1.0] * 4, 0.1)
     assert told.startswith("another forward on rank 1 alone")
 
@@ -111,14 +111,14 @@ def test_a_micro_batch_of_few_targets_overflows_by_its_own_share_of_the_scale():
     reference = _reference(torch.nn.Linear(1, 1, bias=False))
     many, few = torch.tensor([[1.0]]), torch.tensor([[3.0]])
     weights = {"weight": torch.ones(1, 1, dtype=torch.float16)}
-    step = reference.step(reference.native, weights, [many, few], [0.75, 0.25], 2.0**15)  # 3 * 2^15 is beyond FP16
+    step = reference.step(reference.native, weights, [(many, 0.75), (few, 0.25)], 2.0**15)  # 3 * 2^15 is beyond FP16
     assert finite(step.grads)
     assert step.grads["weight"].item() == pytest.approx(0.75 * 1 + 0.25 * 3, rel=2**-9)
 
 
 @pytest.mark.parametrize(("ranks", "numbers"), [(1, 2), (2, 1)])
 def test_a_factor_is_told_of_ranks_and_of_micro_batches_only_where_there_are_several(ranks, numbers):
-    right = RightStep(_reference(torch.nn.Linear(1, 1)), {}, [[0] * numbers] * ranks, [[1.0]])
+    right = RightStep(_reference(torch.nn.Linear(1, 1)), {}, [[(0, 1.0)] * numbers] * ranks)
     (twice,) = (text for factor, text in right.meanings() if factor == 2)
     absent = "ranks" if ranks == 1 else "micro-batches"
     assert "added up over" in twice
@@ -129,8 +129,8 @@ def test_a_factor_is_told_of_ranks_and_of_micro_batches_only_where_there_are_sev
 def test_the_gradient_of_one_row_or_column_of_a_mesh_is_named(group):
     plain = torch.nn.Linear(3, 2, bias=False)
     reference = _reference(plain, lambda out: out.square().sum())
-    batches = [[torch.eye(3)[:1] * (rank + 1) + rank] for rank in range(4)]
-    right = RightStep(reference, dict(plain.named_parameters()), batches, [[0.25]] * 4)
+    batches = [[(torch.eye(3)[:1] * (rank + 1) + rank, 0.25)] for rank in range(4)]
+    right = RightStep(reference, dict(plain.named_parameters()), batches)
     assert right.explain("weight", {"weight": 2 * right.whole["weight"]}, 1e-9).startswith("2 times the right one")
     assert "parts" not in vars(right)  # a factor alone takes no further step
     found = {"weight": torch.stack([right.parts[rank][0]["weight"] for rank in group]).sum(0) * 2}
@@ -143,7 +143,7 @@ def test_a_skipped_step_may_put_back_what_forward_moved_and_an_update_may_not(up
     plain = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1))
     kept = {name: buffer.clone() for name, buffer in plain.named_buffers() if buffer.is_floating_point()}
     weights = {name: param.detach().clone() for name, param in plain.named_parameters()}
-    right = RightStep(_reference(plain), weights | kept, [[torch.arange(12.0).view(4, 3)]], [[1.0]])
+    right = RightStep(_reference(plain), weights | kept, [[(torch.arange(12.0).view(4, 3), 1.0)]])
     seen, verdict = SeenStep(weights=weights, buffers=kept, updates=updates), Verdict()
     check_buffers(verdict, right, seen, seen)
     assert [one.where for one in verdict.differences] == wrong

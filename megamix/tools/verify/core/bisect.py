@@ -41,7 +41,7 @@ def culprit(right: RightStep, tapes: Sequence[RankTape]) -> str:
     """Return the first wrong module of a step, "" if none is. `tapes`: those of all ranks."""
     reference, found = right.reference, []
     for rank, mine in enumerate(tapes):
-        batch = right.by_rank[mine.dp_rank][0]
+        batch, _ = right.by_rank[mine.dp_rank][0]
         models = reference.exact, reference.native
         exact, native = (mine.own(_record(reference, model, right.weights, batch), batch) for model in models)
         all_parts = [other.tape for other in tapes if other.data == mine.data]

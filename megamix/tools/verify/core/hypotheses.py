@@ -21,7 +21,7 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from megamix.data.loader import Batch
 from megamix.mixed_precision.muon import Muon, orthogonalised
-from megamix.tools.verify.core.reference import MicroBatches, Reference, Step, finite
+from megamix.tools.verify.core.reference import Reference, Step, Work, finite
 from megamix.tools.verify.core.verdict import UNIT, Tensors, max_abs
 
 Candidates = Iterable[tuple[str, Tensor]]
@@ -81,8 +81,7 @@ class RightStep:
 
     reference: Reference
     weights: Tensors  # weights before the step
-    by_rank: Sequence[Sequence[Any]]  # each rank's micro-batches
-    shares: Sequence[Sequence[float]]  # weight of each micro-batch's mean in the loss; their sum is 1
+    by_rank: Sequence[Work]  # each rank's micro-batches; the sum of their weights is 1
     loss_scale: float = 1.0
     coefficient: float = 1.0  # clip coefficient of the gradient that was found
     clip: float = 0.0
@@ -96,22 +95,24 @@ class RightStep:
     @cached_property
     def parts(self) -> list[list[Tensors]]:
         """Return each micro-batch's part of the gradient, by rank, FP64."""
-        return [
-            [self._of([batch], [share]) for batch, share in zip(*both, strict=True)]
-            for both in zip(self.by_rank, self.shares, strict=True)
-        ]
+        return [[self._of([one]) for one in mine] for mine in self.by_rank]
 
-    def _of(self, batches: MicroBatches, shares: Sequence[float], weights: Tensors | None = None) -> Tensors:
-        return self.reference.step(self.reference.exact, weights or self.weights, batches, shares).grads
+    def _of(self, work: Work, weights: Tensors | None = None) -> Tensors:
+        return self.reference.step(self.reference.exact, weights or self.weights, work).grads
 
     @property
-    def flat(self) -> tuple[list[Any], list[float]]:
-        """Return the micro-batches of all ranks, and each one's share."""
-        return [*chain.from_iterable(self.by_rank)], [*chain.from_iterable(self.shares)]
+    def flat(self) -> Work:
+        """Return the micro-batches of all ranks."""
+        return [*chain.from_iterable(self.by_rank)]
+
+    @property
+    def shares(self) -> list[list[float]]:
+        """Return the weight of each micro-batch's mean in the loss, by rank."""
+        return [[share for _, share in mine] for mine in self.by_rank]
 
     @cached_property
     def exact(self) -> Step:
-        return self.reference.step(self.reference.exact, self.weights, *self.flat)
+        return self.reference.step(self.reference.exact, self.weights, self.flat)
 
     @property
     def whole(self) -> Tensors:
@@ -119,7 +120,7 @@ class RightStep:
 
     def native(self, loss_scale: float) -> Step:
         """Take the step in the training's own precision."""
-        return self.reference.step(self.reference.native, self.weights, *self.flat, loss_scale)
+        return self.reference.step(self.reference.native, self.weights, self.flat, loss_scale)
 
     def finite(self, loss_scale: float) -> tuple[Step, float]:
         """Return `native` at the largest scale without overflow, and that scale.
@@ -232,11 +233,9 @@ class RightStep:
         """Return each rank's part of replicated parameters' gradients: data-parallel ranks, each with its tp_size
         parts.
         """
-        return [self._part_of(mine, shares, part)
-                for mine, shares in zip(self.by_rank, self.shares, strict=True)
-                for part in range(self.tp_size)]  # fmt: skip
+        return [self._part_of(mine, part) for mine in self.by_rank for part in range(self.tp_size)]
 
-    def _part_of(self, batches: MicroBatches, shares: Sequence[float], part: int) -> Tensors:
+    def _part_of(self, work: Work, part: int) -> Tensors:
         """Return the part of each gradient from one of `tp_size` equal parts of the positions, or of the heads.
 
         The parts divide dim -2 of the output of a parameter's module.
@@ -253,7 +252,7 @@ class RightStep:
             return torch.where((places == part).unsqueeze(-1), out, elsewhere)
 
         with register_module_forward_hook(hook, with_kwargs=True):
-            return self._of(batches, shares)
+            return self._of(work)
 
     def _sums(self, parts: Parts) -> Candidates:
         """Yield sums with parts that are missing, or counted as they should not be."""
@@ -295,21 +294,20 @@ class RightStep:
     @cached_property
     def _other_steps(self) -> dict[str, Tensors]:
         """Return the gradients that other weights, samples or targets would have given."""
-        batches, shares = self.flat
         steps = {}
         for by in (1, -1):
-            moved = [_targets_moved(batch, by) for batch in batches]
-            steps[f"that of targets moved by {by} position"] = self._of(moved, shares)
+            moved = [(_targets_moved(batch, by), share) for batch, share in self.flat]
+            steps[f"that of targets moved by {by} position"] = self._of(moved)
         stacks = [name for name, weight in self.weights.items() if weight.dim() == 3]
         for by in (1, -1) if stacks else ():
             turned = dict(self.weights) | {name: self.weights[name].roll(by, 0) for name in stacks}
-            grads = self._of(batches, shares, turned)
+            grads = self._of(self.flat, turned)
             text = f"that of stacks turned by {by}: each matrix in another's place"
             steps[text] = grads | {name: grads[name].roll(-by, 0) for name in stacks}
         if earlier := self.earlier:
             text = "that of the weights before the last update: stale weights"
-            steps[text] = self._of(batches, shares, earlier.weights)
-            steps["that of the last step's samples"] = self._of(*earlier.flat)
+            steps[text] = self._of(self.flat, earlier.weights)
+            steps["that of the last step's samples"] = self._of(earlier.flat)
             # Clipping writes into the gradient.
             left = {name: grad + earlier.coefficient * earlier.whole[name] for name, grad in self.whole.items()}
             steps["the last step's gradient still in it: not set to zero"] = left
@@ -336,7 +334,7 @@ class RightStep:
                 for name, held, key in others:
                     apart[name] = self.weights[first]
                     stack.enter_context(mock.patch.dict(held, {key: nn.Parameter(apart[name].double())}))
-            grads = self._of(*self.flat, apart) if shared else {}
+            grads = self._of(self.flat, apart) if shared else {}
         return {places[0][0]: {name: grads[name] for name, *_ in places} for places in shared}
 
     def _places(self, name: str, found: Tensor) -> Candidates:

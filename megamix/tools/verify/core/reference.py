@@ -24,7 +24,7 @@ from megamix.tools.verify.core.choices import Choices, WatchedRouter, watched_ro
 from megamix.tools.verify.core.verdict import UNIT, Tensors
 
 LossOf = Callable[[nn.Module, Any], Tensor]  # returns the mean loss of a micro-batch
-MicroBatches = Sequence[Any]
+Work = Sequence[tuple[Any, float]]  # micro-batches, each with the weight of its mean in the loss
 CPU = torch.device("cpu")
 
 
@@ -99,23 +99,20 @@ class Reference:
             if name in weights:
                 buffer.copy_(weights[name])
 
-    def step(
-        self, model: nn.Module, weights: Tensors, batches: MicroBatches, shares: Sequence[float], scale: float = 1.0
-    ) -> Step:
-        """Take the step with these weights by one of the models. `shares`: weight of each micro-batch's mean in the
-        loss.
-        """
+    def step(self, model: nn.Module, weights: Tensors, work: Work, scale: float = 1.0) -> Step:
+        """Take the step with these weights by one of the models."""
         self.put(model, weights)
         params = {name: param for name, param in model.named_parameters() if param.requires_grad}
         losses, rankings = list[float](), list[Tensors]()
         grads = {name: torch.zeros(param.shape, dtype=torch.float64) for name, param in params.items()}
         magnitudes = dict(grads)
-        for batch, share in zip(batches, shares, strict=True):
+        largest = max(share for _, share in work)
+        for batch, share in work:
             loss = self.loss(model, batch)
             losses.append(loss.item())
             routers = self.routers.get(model, {}).items()
             rankings.append({name: router.take()[-1].ranking.double() for name, router in routers})
-            own = scale * (share / max(shares)) or scale  # a micro-batch with fewer targets is multiplied by less
+            own = scale * (share / largest) or scale  # a micro-batch with fewer targets is multiplied by less
             with added_losses_times(own):
                 found = torch.autograd.grad(loss * own, [*params.values()], allow_unused=True)
             for name, grad in zip(params, found, strict=True):
@@ -123,7 +120,7 @@ class Reference:
                     part = grad.to("cpu", torch.float64) * (share / own)
                     grads[name] = grads[name] + part
                     magnitudes[name] = magnitudes[name] + part.abs()
-        mean = sum(loss * share for loss, share in zip(losses, shares, strict=True))
+        mean = sum(loss * share for loss, (_, share) in zip(losses, work, strict=True))
         return Step(mean, losses, grads, magnitudes, rankings)
 
 

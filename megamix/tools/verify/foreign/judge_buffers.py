@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megamix.tools.verify.core.hypotheses import HALVES, RightStep, factor_of, lost, nearest
-from megamix.tools.verify.core.reference import MicroBatches
+from megamix.tools.verify.core.reference import Work
 from megamix.tools.verify.core.verdict import NOISE, U32, Tensors, Verdict, max_abs
 from megamix.tools.verify.foreign.watch import SeenStep
 
@@ -75,13 +75,13 @@ def check_buffers(verdict: Verdict, right: RightStep, before: SeenStep, after: S
     """
     if not after.buffers:
         return
-    mine, shares, reference = right.by_rank[0], right.shares[0], right.reference
+    mine, reference = right.by_rank[0], right.reference
 
-    def moved_by(batches: MicroBatches, shares: Sequence[float], model: nn.Module = reference.exact) -> Tensors:
-        reference.step(model, right.weights, batches, shares)
+    def moved_by(work: Work, model: nn.Module = reference.exact) -> Tensors:
+        reference.step(model, right.weights, work)
         return {name: _real(buffer).cpu().clone() for name, buffer in model.named_buffers()}
 
-    wanted, rounded = moved_by(mine, shares), moved_by(mine, shares, reference.native)
+    wanted, rounded = moved_by(mine), moved_by(mine, reference.native)
     counted = _counted(wanted, before.buffers, after.buffers)
     for name in filter(after.buffers.__contains__, wanted):
         want, was, got = wanted[name], _real(before.buffers[name]), _real(after.buffers[name])
@@ -100,14 +100,14 @@ def check_buffers(verdict: Verdict, right: RightStep, before: SeenStep, after: S
         bound = NOISE * float(_apart(rounded[name], want).max()) + 64 * U32 * largest
 
         def explain(name: str = name, was: Tensor = was, got: Tensor = got, bound: float = bound) -> str:
-            twice = moved_by([one for batch in mine for one in (batch, batch)], [*shares, *shares])
+            twice = moved_by([one for one in mine for _ in range(2)])
             kinds = [("never moved", was), ("moved twice by each micro-batch: its forward runs again", twice[name])]
             if not counted:
                 factor = factor_of(got - was, moves := wanted[name] - was)
                 kinds.append((f"moved {factor:.4g} times as far: another momentum", was + factor * moves))
             for rank in range(1, len(right.by_rank)):
                 text = f"moved by the samples of rank {rank}"
-                kinds.append((text, moved_by(right.by_rank[rank], right.shares[rank])[name]))
+                kinds.append((text, moved_by(right.by_rank[rank])[name]))
             return nearest(got, wanted[name], bound, iter(kinds)) or counted
 
         verdict.note("buffer", name, float(_apart(got, want).max()), bound, explain)

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from megamix.tools.verify.core.bisect import RankTape, culprit
 from megamix.tools.verify.core.hypotheses import HALVES, RightStep, factor_of
 from megamix.tools.verify.core.norm_kinds import explain_clipping, explain_norm
-from megamix.tools.verify.core.reference import MicroBatches, Reference, Step, finite, moved
+from megamix.tools.verify.core.reference import Reference, Step, finite, moved
 from megamix.tools.verify.core.update_kinds import Halves
 from megamix.tools.verify.core.verdict import NOISE, NOISIEST, U32, UNIT, Bounds, Tensors, Verdict, max_abs, norm_of
 from megamix.tools.verify.foreign.judge_buffers import check_buffers, check_first_buffers, explain_values
@@ -121,19 +121,19 @@ class _Judge:
         after = replace(seen[0], states={key: state for one in reversed(seen) for key, state in one.states.items()})
         by_rank = [[*self.trainer.batches(verdict.attempt, rank, self.ranks)] for rank in range(self.ranks)]
         self._samples(by_rank)
-        counts = [[self.trainer.targets(batch) for batch in mine] for mine in by_rank]
-        total = sum(count for mine in counts for count in mine)
-        shares = [[count / total for count in mine] for mine in counts]
+        counted = [[(batch, self.trainer.targets(batch)) for batch in mine] for mine in by_rank]
+        total = sum(count for mine in counted for _, count in mine)
         weights = {
             name: weight.to(after.dtypes.get(name, [weight.dtype])[0]) for name, weight in before.weights.items()
         } | {name: one for name, one in before.buffers.items() if one.shape == self.first_buffers.get(name, one).shape}
         right = RightStep(
-            self.reference, weights, by_rank, shares,
+            self.reference, weights, [[(batch, count / total) for batch, count in mine] for mine in counted],
             loss_scale=after.loss_scale, clip=self.trainer.clip_grad, groups=self.plain.groups,
             earlier=self.earlier, ranks=self.ranks,
         )  # fmt: skip
         exact = right.exact
-        scale = after.loss_scale * self.ranks * max(right.flat[1])  # factor by which a rank multiplies its largest loss
+        # the factor by which a rank multiplies its largest loss
+        scale = after.loss_scale * self.ranks * max(map(max, right.shares))
         native = right.native(scale)
         if after.loss_scale != 1.0:
             verdict.needs("skipping: no step overflowed; begin at a larger loss scale", not any(after.updates))
@@ -174,7 +174,7 @@ class _Judge:
         self.earlier = replace(right, earlier=None)
         return after
 
-    def _samples(self, by_rank: Sequence[MicroBatches]) -> None:
+    def _samples(self, by_rank: Sequence[Sequence[Any]]) -> None:
         """Check that no micro-batch of a step is there twice."""
         every = [(f"micro-batch {at} of rank {rank}", moved(batch))
                  for rank, mine in enumerate(by_rank) for at, batch in enumerate(mine)]  # fmt: skip
@@ -223,7 +223,7 @@ class _Judge:
         they are clipped.
         """
         whole, coefficient, clip = right.whole, right.coefficient, self.trainer.clip_grad
-        roundings, scaled = sum(map(len, right.by_rank)) + 1, after.loss_scale / max(right.flat[1])
+        roundings, scaled = sum(map(len, right.by_rank)) + 1, after.loss_scale / max(map(max, right.shares))
         bounds = {}
         for name, want in whole.items():
             _, sums = after.dtypes.get(name, (torch.float32, torch.float32))

@@ -156,8 +156,7 @@ class _Judged:
         self.right = RightStep(
             replace(reference, choices={id(batch.tokens): of for batch, of in chosen}),
             {name: master.to(self.dtype) for name, master in before.of(MASTER).items()} | biases,
-            by_rank,
-            [[1 / weight] * len(mine) for mine in by_rank],
+            [[(batch, 1 / weight) for batch in mine] for mine in by_rank],
             loss_scale=self.of["loss_scale"],
             earlier=earlier,
             ranks=len(ranks),
