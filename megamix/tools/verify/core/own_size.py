@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from megamix import tuned
@@ -31,7 +31,10 @@ def at_own_size(config: Config, overrides: Iterable[str], layouts: Sequence[str]
         # A product in FP8 takes tokens in multiples of 16, whatever part of a sequence ranks have.
         over_tokens = config.precision.fp8 is not None and config.precision.fp8.weight_grad == "fp8"
         config = config.with_keys(training={"micro_batch_size": 16 if over_tokens else MICRO_BATCH_SIZE})
-    return config.with_keys(model=_shortened(config.model, config.model.seq_len, given))
+    for key, reach in _reach(config.model).items():
+        if not any(f"{key}.".startswith(f"{name}.") for name in given):  # of the key, or of a table that it is in
+            config = config.with_keys(model=_shortened(config.model, key, reach))
+    return config
 
 
 def size_told(config: Config) -> str:
@@ -41,31 +44,20 @@ def size_told(config: Config) -> str:
     return f"at {' '.join(f'{key}={value}' for key, value in told.items())} (overrides take another size)"
 
 
-def _shortened(model: DecoderConfig, seq_len: int, given: Collection[str]) -> dict[str, object]:
-    """Return the keys of [model] that reach beyond a sequence and are not `given`, with values that end within it. A
-    window as long as the sequence is none: ranks that ignored it would be right.
+def _shortened(model: Any, key: str, reach: Any) -> dict[str, object]:
+    """Return a key of [model] that reaches beyond a sequence, with a value that ends within it. A window as long as the
+    sequence is none: ranks that ignored it would be right.
     """
-    reach = {key: size for key, size in _reach(model).items() if not _is_given(key, given)}
 
     def within(length: int) -> int:
-        return length if length < seq_len else max(1, seq_len // 3)
+        return length if length < model.seq_len else max(1, model.seq_len // 3)
 
-    if isinstance(model, TransformersConfig):
-        windows = {key: within(size) for key, size in reach.items()}
-        return {"config_json": json.dumps(json.loads(model.config_json) | windows)} if windows else {}
-    keys = dict[str, object]()
-    if isinstance(model, ModelConfig):
-        if model.window is not None and _SIZES in reach:
-            keys["window"] = model.window.model_copy(update={"sizes": tuple(map(within, reach[_SIZES]))})
-        if model.rope is not None and model.rope.scaling is not None and _EARLIER in reach:
-            earlier = {"original_seq_len": min(reach[_EARLIER], seq_len)}  # the first of 8192 are hardly stretched
-            keys["rope"] = model.rope.model_copy(update={"scaling": model.rope.scaling.model_copy(update=earlier)})
-    return keys
-
-
-def _is_given(key: str, given: Collection[str]) -> bool:
-    """Return whether an override sets a key, or a table that it is in."""
-    return any(f"{key}.".startswith(f"{name}.") for name in given)
+    if key == _SIZES:
+        return {"window": model.window.model_copy(update={"sizes": tuple(map(within, reach))})}
+    if key == _EARLIER:
+        earlier = {"original_seq_len": min(reach, model.seq_len)}  # the first of 8192 are hardly stretched
+        return {"rope": model.rope.model_copy(update={"scaling": model.rope.scaling.model_copy(update=earlier)})}
+    return {"config_json": json.dumps(json.loads(model.config_json) | {key: within(reach)})}
 
 
 def _reach(model: DecoderConfig) -> dict[str, Any]:
