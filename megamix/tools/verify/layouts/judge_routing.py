@@ -16,6 +16,8 @@ from megamix.tools.verify.core.observed_step import ObservedStep
 from megamix.tools.verify.core.reference import Step
 from megamix.tools.verify.core.verdict import NOISE, U32, Tensors, Verdict, max_abs
 
+ByRank = Sequence[Sequence[Choices]]  # those of each micro-batch of each data-parallel rank
+
 
 def tallies(model: nn.Module) -> dict[str, Tally]:
     """Return a model's tallies by the names of their values."""
@@ -43,9 +45,7 @@ def judge_scores(verdict: Verdict, right: RightStep, ranks: Sequence[ObservedSte
                 verdict.note("choice of experts", f"{name} on rank {rank}", short, 0.0, "not by its own scores")
 
 
-def judge_choices(
-    verdict: Verdict, model: nn.Module, by_rank: Sequence[Sequence[Choices]], exact: Step, native: Step
-) -> None:
+def judge_choices(verdict: Verdict, model: nn.Module, by_rank: ByRank, exact: Step, native: Step) -> None:
     """Check that each token's experts are its best by FP64, as far as rounding can tell.
 
     Bound: two scores may each be off by NOISE times the largest error of the router's scores on one rank, which has the
@@ -94,26 +94,20 @@ def shortfall(ranking: Tensor, chosen: Tensor, experts: ExpertsConfig) -> Tensor
     return short.clamp(min=0).masked_fill(wrong, math.inf)
 
 
-def loads(model: nn.Module, by_rank: Sequence[Sequence[Choices]]) -> Tensors:
-    """Return how many tokens each expert got on all ranks, FP32 (experts,), by tally."""
-    counted = Tensors()
-    for name, router in routers(model).items():
-        chosen = torch.cat([of[name].flatten() for mine in by_rank for of in mine])
-        counted[f"{name}.balance"] = chosen.bincount(minlength=router.experts.num_experts).float()
-    return counted
-
-
 def judge_tallies(
-    verdict: Verdict, model: nn.Module, before: Tensors, ranks: Sequence[ObservedStep], by_tally: Tensors, skipped: bool
+    verdict: Verdict, model: nn.Module, before: Tensors, ranks: Sequence[ObservedStep], by_rank: ByRank, skipped: bool
 ) -> Tensors:
-    """Check that every rank has the counts of all ranks, and that each tally follows its rule from the value before by
-    the counts, bit for bit. A skipped step moves none. `by_tally`: the ranks' `loads`.
+    """Check that every rank has the counts of all ranks' choices, and that each tally follows its rule from the value
+    before by the counts, bit for bit. A skipped step moves none.
 
     Return the tallies' values, each of the first rank that has it.
     """
-    for rank, seen in enumerate(ranks):
-        for name in filter(by_tally.__contains__, seen.tallied):
-            verdict.equal("counts", f"{name} on rank {rank}", seen.tallied[name], by_tally[name])
+    for name, router in routers(model).items():
+        chosen = torch.cat([of[name].flatten() for mine in by_rank for of in mine])
+        counts, tally_name = chosen.bincount(minlength=router.experts.num_experts), f"{name}.balance"
+        for rank, seen in enumerate(ranks):
+            if tally_name in seen.tallied:
+                verdict.equal("counts", f"{tally_name} on rank {rank}", seen.tallied[tally_name], counts)
     device = next(model.parameters()).device  # another device may add in another order
     text, after = "moved by a step that is none" if skipped else "", Tensors()
     for value, tally in tallies(model).items():

@@ -30,7 +30,7 @@ from megamix.tools.verify.core.reference import Reference, Step, finite
 from megamix.tools.verify.core.update_kinds import RightUpdate, Rule
 from megamix.tools.verify.core.verdict import NOISE, NOISIEST, U8, U32, UNIT, Bounds, Tensors, Verdict, max_abs, norm_of
 from megamix.tools.verify.layouts.judge_matrices import judge_matrices
-from megamix.tools.verify.layouts.judge_routing import judge_choices, judge_scores, judge_tallies, loads, tallies
+from megamix.tools.verify.layouts.judge_routing import judge_choices, judge_scores, judge_tallies, tallies
 from megamix.tools.verify.layouts.observe import batches, set_biases
 
 # How much further from FP64 the gradient of a loss may be than that of logits; right families come to 1.4 times.
@@ -79,7 +79,7 @@ def judge(
             step.update()
             step.average()
         _held(verdict, seen, step.after, dtype, buffers)
-        biases = judge_tallies(verdict, reference.native, biases, seen, step.loads, step.found_inf)
+        biases = judge_tallies(verdict, reference.native, biases, seen, step.choices, step.found_inf)
         if verdict.differences and not verdict.culprit and seen[0].tape:
             tapes = [RankTape(one.dp_rank, one.tape, one.span) for one in seen]
             verdict.culprit = culprit(step.right, tapes)
@@ -149,7 +149,6 @@ class _Judged:
         names, grads = reversed([*dict(reference.native.named_parameters())]), self.after.of(GRADIENT)
         self.grads = {name: grads[name].double() / self.divisor for name in names if name in grads}
         self.choices = assemble_choices(ranks, by_rank)
-        self.loads = loads(reference.native, self.choices)
         chosen = zip(chain(*by_rank), chain(*self.choices), strict=True)
         tp_size = ranks_along(config.parallelism, "tp")
         divided = {part.spec.name for one in ranks for part in one.owned if part.spec.shape != part.spec.full_shape}
