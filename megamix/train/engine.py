@@ -2,12 +2,12 @@
 
 import torch
 
-from megamix.builders.objects import DTYPES, build_loss_scale, build_optimizer
+from megamix.builders.objects import build_optimizer, build_precision
 from megamix.comm.topology import Topology
 from megamix.config import Config, axis_sizes, grad_accum_steps, ranks_along
 from megamix.mixed_precision.average import WeightAverage
 from megamix.mixed_precision.engine import ShardedEngine
-from megamix.mixed_precision.settings import Precision, Sharding
+from megamix.mixed_precision.settings import Sharding
 from megamix.mixed_precision.weights import Fill
 from megamix.parallel.build import ModelPart
 from megamix.parallel.micro_batch_runner import MicroBatchRunner
@@ -19,9 +19,6 @@ class JobEngine(ShardedEngine):
     def __init__(self, config: Config, part: ModelPart, topology: Topology, fill: Fill):
         """Take the part's weights over. Every rank must call it."""
         section = config.parallelism
-        dtype, scale = DTYPES[config.precision.dtype], build_loss_scale(config.precision)
-        grad_dtype = dtype if config.precision.grad_dtype == "half" else torch.float32
-        precision = Precision(dtype, grad_dtype, scale, config.precision.reduce_dtype)
         optimizer = build_optimizer(config.optimizer, config.model, config.lr_schedule, config.pace)
         sharding = Sharding(
             units=part.module.units, topology=topology, bucket_size=section.bucket_size, overlap=section.overlap,
@@ -30,7 +27,7 @@ class JobEngine(ShardedEngine):
         super().__init__(
             part.module,
             optimizer,
-            precision,
+            build_precision(config.precision),
             sharding,
             clip_grad=config.optimizer.clip_grad,
             grad_accum_steps=grad_accum_steps(config, topology.dp.size),
