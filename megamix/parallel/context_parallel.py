@@ -7,7 +7,7 @@ What is gathered is not kept: backward gathers again. With gathered keys no mask
 are whole or causal, whose results are merged by their logsumexp; a GPU's kernels take borders.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -37,13 +37,15 @@ def divide_positions(model: Decoder, cp: Collectives, *, by_heads: bool = False)
             "parallelism.context = false"
         )
     model.span = span = Span(cp.axis.size, cp.axis.rank, by_heads=by_heads)
-    way = _ExchangedHeads if by_heads else _GatheredAttention
+    way = _with_exchanged_heads if by_heads else _with_gathered_keys
 
     def divided(ops: Ops) -> Ops:
+        # As in borders.py: the compiler can trace only some collectives of some backends.
+        attend: Attend = torch.compiler.disable(partial(way, cp, ops.attend))  # type: ignore[no-untyped-call]  # untyped in torch
         return replace(
             ops,
-            attend=way(cp, ops.attend),
-            keep=_OwnPositions(span, ops.keep),
+            attend=partial(_attend, attend, ops.attend),
+            keep=partial(_keep_own, span, ops.keep),
             over_sequence=lambda _, counts: cp.gather(counts.flatten()).sum(0).view_as(counts),
         )
 
@@ -53,81 +55,57 @@ def divide_positions(model: Decoder, cp: Collectives, *, by_heads: bool = False)
         block.register_forward_pre_hook(lambda _, args: span.enter(args[2]))
 
 
-class _OwnPositions:
-    """The mask of dropout on this rank's positions: it drops the same units as in one process."""
-
-    def __init__(self, span: Span, keep: Keep):
-        self._span, self._keep = span, keep
-
-    def __call__(self, ops: Ops, x: Tensor, share: float) -> Tensor:
-        if (part := self._span.part) is None:
-            return self._keep(ops, x, share)
-        whole = x.new_empty(()).expand(x.shape[0], part.num_positions, x.shape[2])
-        return part.own(self._keep(ops, whole, share))
+def _keep_own(span: Span, keep: Keep, ops: Ops, x: Tensor, share: float) -> Tensor:
+    """Return the mask of dropout on this rank's positions: it drops the same units as in one process."""
+    if (part := span.part) is None:
+        return keep(ops, x, share)
+    whole = x.new_empty(()).expand(x.shape[0], part.num_positions, x.shape[2])
+    return part.own(keep(ops, whole, share))
 
 
-class _DividedAttention:
-    """Attention of sequences whose positions ranks divide. Without targets every rank has all positions, and attends as
-    one process does.
+def _attend(divided: Attend, whole: Attend, ops: Ops, *inputs: Any) -> Tensor:
+    """Return attention of sequences whose positions ranks divide. Without targets every rank has all positions, and
+    attends as one process does.
     """
-
-    def __init__(self, cp: Collectives, attend: Attend):
-        self._cp, self._attend = cp, attend
-        # As in borders.py: the compiler can trace only some collectives of some backends.
-        self._divided: Callable[..., Tensor] = torch.compiler.disable(self._attend_divided)  # type: ignore[no-untyped-call]  # untyped in torch
-
-    def __call__(
-        self, ops: Ops, query: Tensor, key: Tensor, value: Tensor, documents: Any, rule: AttentionRule
-    ) -> Tensor:
-        if not isinstance(documents, Chunks):
-            return self._attend(ops, query, key, value, documents, rule)
-        return self._divided(ops, query, key, value, documents, rule)
-
-    def _attend_divided(
-        self, ops: Ops, query: Tensor, key: Tensor, value: Tensor, part: Chunks, rule: AttentionRule
-    ) -> Tensor:
-        raise NotImplementedError
+    _, _, _, documents, _ = inputs
+    return (divided if isinstance(documents, Chunks) else whole)(ops, *inputs)
 
 
-class _GatheredAttention(_DividedAttention):
-    """Attention of this rank's queries with everybody's keys and values."""
-
-    def _attend_divided(
-        self, ops: Ops, query: Tensor, key: Tensor, value: Tensor, part: Chunks, rule: AttentionRule
-    ) -> Tensor:
-        # (2, B, T / ranks, kv_heads, head_dim): in this order a GPU's kernels read it without a copy.
-        own = torch.stack((key.transpose(1, 2), value.transpose(1, 2)))
-        if not part.pieces:
-            return apply(_BySegments, query, own, part, self._cp, ops, rule.window)
-        if not rule.window:
-            return apply(_InPieces, query, own, part, self._cp, ops.compute_dtype(query))
-        # Pieces have no window: gather keys and values, keep them, and attend with a mask.
-        gather, sum_own = (partial(way, part=part, cp=self._cp) for way in (_gather, _sum_own))
-        key, value = apply(Crossing, own, gather, sum_own).transpose(2, 3)
-        return self._attend(ops, query, key, value, Documents(mask=part.seen(rule.window)), SEES_ALL)
+def _with_gathered_keys(
+    cp: Collectives, run: Attend, ops: Ops, query: Tensor, key: Tensor, value: Tensor, part: Chunks, rule: AttentionRule
+) -> Tensor:
+    """Return attention of this rank's queries with everybody's keys and values. `run`: attends with all keys here."""
+    # (2, B, T / ranks, kv_heads, head_dim): in this order a GPU's kernels read it without a copy.
+    own = torch.stack((key.transpose(1, 2), value.transpose(1, 2)))
+    if not part.pieces:
+        return apply(_BySegments, query, own, part, cp, ops, rule.window)
+    if not rule.window:
+        return apply(_InPieces, query, own, part, cp, ops.compute_dtype(query))
+    # Pieces have no window: gather keys and values, keep them, and attend with a mask.
+    gather, sum_own = (partial(way, part=part, cp=cp) for way in (_gather, _sum_own))
+    key, value = apply(Crossing, own, gather, sum_own).transpose(2, 3)
+    return run(ops, query, key, value, Documents(mask=part.seen(rule.window)), SEES_ALL)
 
 
-class _ExchangedHeads(_DividedAttention):
-    """Attention of all positions with this rank's part of the heads."""
-
-    def _attend_divided(
-        self, ops: Ops, query: Tensor, key: Tensor, value: Tensor, part: Chunks, rule: AttentionRule
-    ) -> Tensor:
-        size = self._cp.axis.size
-        if key.shape[1] % size:  # a family of a plugin may name its heads otherwise: no check saw them
-            raise ValueError(
-                f'parallelism.context.method: got "heads", with which {size} context-parallel ranks must divide the '
-                f'{key.shape[1]} heads of keys and values of a rank; write method = "gather"'
-            )
-        heads = [x.shape[1] // size for x in (query, key, value)]
-        # The heads of query, key and value that each rank gets, for one call: (ranks, B, heads, T / ranks, D).
-        own = torch.cat([torch.unflatten(x, 1, (size, -1)) for x in (query, key, value)], 2).movedim(1, 0)
-        exchange = partial(_exchanged, cp=self._cp)
-        whole = apply(Crossing, own, exchange, exchange).permute(1, 2, 0, 3, 4).flatten(2, 3)
-        query, key, value = torch.split(whole, heads, 1)
-        out = self._attend(ops, query, key, value, part.documents, rule)
-        parts = torch.unflatten(out, 2, (size, -1)).movedim(2, 0)
-        return apply(Crossing, parts, exchange, exchange).transpose(0, 1).flatten(1, 2)
+def _with_exchanged_heads(
+    cp: Collectives, run: Attend, ops: Ops, query: Tensor, key: Tensor, value: Tensor, part: Chunks, rule: AttentionRule
+) -> Tensor:
+    """Return attention of all positions with this rank's part of the heads. `run`: attends with all keys here."""
+    size = cp.axis.size
+    if key.shape[1] % size:  # a family of a plugin may name its heads otherwise: no check saw them
+        raise ValueError(
+            f'parallelism.context.method: got "heads", with which {size} context-parallel ranks must divide the '
+            f'{key.shape[1]} heads of keys and values of a rank; write method = "gather"'
+        )
+    heads = [x.shape[1] // size for x in (query, key, value)]
+    # The heads of query, key and value that each rank gets, for one call: (ranks, B, heads, T / ranks, D).
+    own = torch.cat([torch.unflatten(x, 1, (size, -1)) for x in (query, key, value)], 2).movedim(1, 0)
+    exchange = partial(_exchanged, cp=cp)
+    arrived = apply(Crossing, own, exchange, exchange).permute(1, 2, 0, 3, 4).flatten(2, 3)
+    query, key, value = torch.split(arrived, heads, 1)
+    out = run(ops, query, key, value, part.documents, rule)
+    parts = torch.unflatten(out, 2, (size, -1)).movedim(2, 0)
+    return apply(Crossing, parts, exchange, exchange).transpose(0, 1).flatten(1, 2)
 
 
 def _exchanged(parts: Tensor, cp: Collectives) -> Tensor:

@@ -88,41 +88,28 @@ def _place(rule: ParamRule, shape: tuple[int, ...], topology: Topology, sequence
     return Placement(shape, offset, topology.owners_of(rule.along), counts or rule.along == "tp", rule.along)
 
 
-class _Rows:
-    """The product of a layer that has a part of its inputs: the ranks' outputs are summed, then the bias is added."""
-
-    def __init__(self, border: Border, product: Product):
-        self._border, self._product = border, product
-
-    def __call__(self, ops: Ops, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        out = self._border.leave(self._product(ops, x, weight, None))
-        return out if bias is None else out + bias
+def _by_rows(border: Border, product: Product, ops: Ops, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return the product of a layer that has a part of its inputs: the ranks' outputs are summed, then the bias is
+    added.
+    """
+    out = border.leave(product(ops, x, weight, None))
+    return out if bias is None else out + bias
 
 
-class _Table:
-    """The look-up in a table of which this rank has some rows: one rank has a token's row, and the others add zeros."""
-
-    def __init__(self, border: Border, look_up: LookUp):
-        self._border, self._look_up = border, look_up
-
-    def __call__(self, ops: Ops, tokens: Tensor, weight: Tensor) -> Tensor:
-        row = tokens - self._border.tp.axis.rank * weight.shape[0]
-        elsewhere = (row < 0) | (row >= weight.shape[0])
-        rows = self._look_up(ops, row.masked_fill(elsewhere, 0), weight)
-        return self._border.leave(rows.masked_fill(elsewhere.unsqueeze(-1), 0))
+def _in_own_rows(border: Border, look_up: LookUp, ops: Ops, tokens: Tensor, weight: Tensor) -> Tensor:
+    """Look up in a table of which this rank has some rows: one rank has a token's row, and the others add zeros."""
+    row = tokens - border.tp.axis.rank * weight.shape[0]
+    elsewhere = (row < 0) | (row >= weight.shape[0])
+    rows = look_up(ops, row.masked_fill(elsewhere, 0), weight)
+    return border.leave(rows.masked_fill(elsewhere.unsqueeze(-1), 0))
 
 
-class _OwnPositions:
-    """The mask of dropout on a part of the positions: it drops the same units as in one process."""
-
-    def __init__(self, border: Border, keep: Keep):
-        self._border, self._keep = border, keep
-
-    def __call__(self, ops: Ops, x: Tensor, share: float) -> Tensor:
-        if not self._border.sequence:
-            return self._keep(ops, x, share)
-        whole = x.new_empty(()).expand(x.shape[0], x.shape[1] * self._border.tp.axis.size, x.shape[2])
-        return self._border.own_positions(self._keep(ops, whole, share), 1)
+def _keep_own(border: Border, keep: Keep, ops: Ops, x: Tensor, share: float) -> Tensor:
+    """Return the mask of dropout on a part of the positions: it drops the same units as in one process."""
+    if not border.sequence:
+        return keep(ops, x, share)
+    whole = x.new_empty(()).expand(x.shape[0], x.shape[1] * border.tp.axis.size, x.shape[2])
+    return border.own_positions(keep(ops, whole, share), 1)
 
 
 def take_blocks(model: LanguageModel, topology: Topology) -> None:
@@ -145,15 +132,15 @@ def divide_layers(model: Decoder, border: Border) -> None:
         if isinstance(module, Branch):
             module.register_forward_pre_hook(lambda _, args: (border.enter(args[0]), *args[1:]))
     rows = (module for module in model.modules() if isinstance(module, Linear) and module.divides == "rows")
-    change_ops(rows, lambda ops: replace(ops, product=_Rows(border, ops.product)))
-    change_ops([model.embedding], lambda ops: replace(ops, look_up=_Table(border, ops.look_up)))
+    change_ops(rows, lambda ops: replace(ops, product=partial(_by_rows, border, ops.product)))
+    change_ops([model.embedding], lambda ops: replace(ops, look_up=partial(_in_own_rows, border, ops.look_up)))
     model.norm.register_forward_hook(lambda _, args, out: border.enter(out))
     # A head's loss, which has no dim, is the same on every rank already.
     model.head.register_forward_hook(lambda _, args, out: border.join_columns(out) if out.dim() else out)
     model.slopes = partial(vocabulary_slopes, border.tp)
     model.register_forward_pre_hook(lambda _, args: border.begin(_num_positions(*args)))
     if border.sequence:
-        change_ops((model, *model.blocks), lambda ops: replace(ops, keep=_OwnPositions(border, ops.keep)))
+        change_ops((model, *model.blocks), lambda ops: replace(ops, keep=partial(_keep_own, border, ops.keep)))
         if model.position_embedding is not None:
             model.position_embedding.register_forward_pre_hook(lambda _, args: (border.own_positions(args[0], -1),))
 
