@@ -68,13 +68,10 @@ class ModelPart:
         if pipeline is None:
             return MicroBatchRunner(engine)
         # torch's pipelines import the compiler, which takes 2 s. Jobs without a pipeline do not wait for that.
-        from megamix.parallel.pipeline_parallel import Handover, Pipeline
+        from megamix.parallel.pipeline_parallel import Pipeline
 
-        topology, batch = engine.topology, (micro_batch_size, self.section.seq_len)
         parts = self._parallelism.sequence_parallel_ranks  # in training
-        own = {number: plan.layers for number, plan in enumerate(self.stages) if plan.rank == topology.pp.rank}
-        handover = Handover(topology.pp, len(self.stages), batch, topology.cp.size, parts)
-        return Pipeline(engine, _ours(self.module), own, pipeline.schedule, handover)
+        return Pipeline(engine, _ours(self.module), self.stages, pipeline.schedule, micro_batch_size, parts)
 
     def whole(self) -> LanguageModel:
         """Return the whole model, with other weights."""

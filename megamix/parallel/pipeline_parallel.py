@@ -5,9 +5,8 @@ and collects its gradients as it does without a pipeline. The schedule scales no
 last stage multiplies each loss by the loss scale, and the update averages.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
@@ -16,13 +15,12 @@ from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble
 
-from megamix.comm.topology import Axis
 from megamix.config import evaluated_at_once
 from megamix.data.loader import Batch, joined
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.model.decoder import Decoder
 from megamix.parallel.micro_batch_runner import MicroBatch, MicroBatchRunner
-from megamix.parallel.stages import Stage
+from megamix.parallel.stages import Stage, StagePlan
 
 SCHEDULES: dict[str, Callable[..., Any]] = {
     "1f1b": Schedule1F1B,
@@ -32,39 +30,29 @@ SCHEDULES: dict[str, Callable[..., Any]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Handover:
-    """Shapes of the hidden states that each stage sends to the next one. Their gradients, which come back, have the
-    same shapes.
-    """
-
-    pp: Axis
-    num_stages: int
-    batch: tuple[int, int]  # (B, T)
-    parts: int = 1  # number of equal parts of T, of which this rank hands over one
-    parts_in_training: int = 1  # number of equal parts into which training divides this part again
-
-
 class Pipeline(MicroBatchRunner):
     """Runs the stages of this rank. Every rank of the pipeline has such an object, and all make each call together.
     Calls with another number of micro-batches set up stages anew.
     """
 
     def __init__(
-        self, engine: ShardedEngine, model: Decoder, parts: Mapping[int, range], schedule: str, handover: Handover
-    ):
-        """Make the stages. `parts`: the blocks of each of this rank's stages, by the stage's number."""
+        self, engine: ShardedEngine, model: Decoder, plans: Sequence[StagePlan], schedule: str,
+        micro_batch_size: int, parts_in_training: int = 1,
+    ):  # fmt: skip
+        """Make the stages. `plans`: of all stages. `parts_in_training`: the equal parts into which training divides
+        this rank's positions again, and of which it hands over one.
+        """
         super().__init__(engine)
-        width, own = model.config.hidden_size, handover.batch[1] // handover.parts
+        own = model.config.seq_len // engine.topology.cp.size
 
         def build(positions: int, count: int) -> Any:
-            stages = [*_stages(engine, model, parts, handover, (handover.batch[0], positions, width))]
+            stages = [*_stages(engine, model, plans, micro_batch_size, positions)]
             stage_or_stages = stages[0] if schedule == "1f1b" else stages
             return SCHEDULES[schedule](stage_or_stages, count, self._loss, scale_grads=False)
 
         # Training and evaluation may have different shapes, and torch would set up a common schedule again at each
         # change. A cache of one is dropped with its buffers, where the number of micro-batches changes.
-        self._training = lru_cache(1)(partial(build, own // handover.parts_in_training))
+        self._training = lru_cache(1)(partial(build, own // parts_in_training))
         self._evaluation = lru_cache(1)(partial(build, own))
         self._weights: Iterator[float] = iter(())
 
@@ -110,8 +98,9 @@ class Pipeline(MicroBatchRunner):
 
 
 def _stages(
-    engine: ShardedEngine, model: Decoder, parts: Mapping[int, range], handover: Handover, hidden: tuple[int, ...]
+    engine: ShardedEngine, model: Decoder, plans: Sequence[StagePlan], micro_batch_size: int, positions: int
 ) -> Iterator[PipelineStage]:
+    """Yield this rank's stages. `positions`: of the hidden states that each stage sends to the next one."""
     names = {param: name for name, param in model.named_parameters()}
     # A tied table's reduction begins only when the whole schedule is over. Otherwise one rank would send an activation
     # gradient before the reduction and its peer after it. NCCL matches sends and reductions by their order, so both
@@ -121,11 +110,21 @@ def _stages(
     done = {name for bucket in shared for name in bucket.named_params}
     # Backward of the last micro-batch runs a rank's last stage first. If two stages of a rank use a tied table, its
     # gradient is complete after the lower stage.
-    for number in sorted(parts):
-        module = Stage(model, parts[number])
-        own = [names[param] for param in module.parameters()]
-        yield _EngineStage(engine, module, number, handover, hidden, own, {*own} - done)
-        done.update(own)
+    # With these shapes torch need not run every stage once to learn them.
+    tokens = torch.empty(micro_batch_size, model.config.seq_len, dtype=torch.int64, device="meta")
+    shape, dtype = (micro_batch_size, positions, model.config.hidden_size), engine.plan.precision.dtype
+    hidden = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
+    loss = torch.empty((), device="meta", requires_grad=True)
+    topology = engine.topology
+    for number, plan in enumerate(plans):
+        if plan.rank == topology.pp.rank:
+            module = Stage(model, plan.layers)
+            own = [names[param] for param in module.parameters()]
+            ends = tokens if module.is_first else hidden, loss if module.is_last else hidden
+            stage = _EngineStage(module, number, len(plans), engine.device, *ends, group=topology.pp.group)
+            stage.engine, stage.names, stage.completes = engine, own, {*own} - done
+            yield stage
+            done.update(own)
 
 
 class _EngineStage(PipelineStage):
@@ -136,43 +135,32 @@ class _EngineStage(PipelineStage):
     engine accumulates in FP32. So the engine collects the gradients from `param.grad` after each second half.
     """
 
-    def __init__(
-        self, engine: ShardedEngine, module: Stage, number: int, handover: Handover, shape: tuple[int, ...],
-        names: Sequence[str], completes: Collection[str],
-    ):  # fmt: skip
-        # With these shapes torch need not run every stage once to learn them.
-        hidden = torch.empty(shape, dtype=engine.plan.precision.dtype, device="meta", requires_grad=True)
-        tokens = torch.empty(handover.batch, dtype=torch.int64, device="meta")
-        loss = torch.empty((), device="meta", requires_grad=True)
-        super().__init__(
-            module, number, handover.num_stages, engine.device,
-            tokens if module.is_first else hidden, loss if module.is_last else hidden, group=handover.pp.group,
-        )  # fmt: skip
-        self._engine, self._names, self._completes = engine, names, completes
-        self._where = f" of stage {number}"
+    engine: ShardedEngine
+    names: Sequence[str]  # of its parameters
+    completes: Collection[str]  # those whose gradients are complete after its last backward
 
     # Each pass is a span of its own, so the watchdog sees progress within a step of many micro-batches.
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        with self._engine.clock.span("forward_backward", self._where):
+        with self.engine.clock.span("forward_backward", f" of stage {self.stage_index}"):
             return super().forward_one_chunk(*args, **kwargs)
 
     @contextmanager
     def _backward_pass(self, micro_batch: int, completes: Collection[str], loss: Any = None) -> Iterator[None]:
-        span = self._engine.clock.span("forward_backward", self._where)
-        with span, self._engine.backward_pass(micro_batch, completes, loss):
+        span = self.engine.clock.span("forward_backward", f" of stage {self.stage_index}")
+        with span, self.engine.backward_pass(micro_batch, completes, loss):
             yield
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
-        with self._backward_pass(bwd_chunk_id, self._completes if full_backward and last_backward else (), loss):
+        with self._backward_pass(bwd_chunk_id, self.completes if full_backward and last_backward else (), loss):
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        with self._backward_pass(bwd_chunk_id, self._completes if last_backward else ()):
+        with self._backward_pass(bwd_chunk_id, self.completes if last_backward else ()):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
-            self._engine.collect(self._names)
+            self.engine.collect(self.names)
 
     # Between stages of one rank torch 2.13 hands over gradients even if there is no backward, as in `eval`. Then these
     # two methods hand over nothing.

@@ -17,7 +17,7 @@ from megamix.model.transformer import Transformer
 from megamix.parallel.build import build_model, drawn
 from megamix.parallel.micro_batch_runner import MicroBatch
 from megamix.parallel.pipeline_parallel import SCHEDULES as ALL_SCHEDULES
-from megamix.parallel.pipeline_parallel import Handover, Pipeline
+from megamix.parallel.pipeline_parallel import Pipeline
 from megamix.parallel.stages import V_SHAPED, plan_stages
 from megamix.tools.verify.core.observed_step import rank_device
 
@@ -72,9 +72,7 @@ def make_pipeline(case, topology):
     stages = plan_stages(config, topology.pp.size, per_rank, v_shaped=case.schedule in V_SHAPED)
     model, placements = build_model(config, ParallelismConfig(), topology, rank_device(), stages)
     engine = pipeline_engine(case, model, topology, placements, fill=drawn(model, 5))
-    own = {number: plan.layers for number, plan in enumerate(stages) if plan.rank == topology.pp.rank}
-    handover = Handover(topology.pp, len(stages), (B, T), 1, 1)
-    return engine, Pipeline(engine, model, own, case.schedule, handover)
+    return engine, Pipeline(engine, model, stages, case.schedule, B)
 
 
 def make_whole(case, topology):

@@ -23,7 +23,7 @@ from megamix.mixed_precision.settings import Sharding
 from megamix.model.decoder import Decoder
 from megamix.parallel.build import build_model, drawn
 from megamix.parallel.micro_batch_runner import MicroBatch
-from megamix.parallel.pipeline_parallel import SCHEDULES, Handover, Pipeline
+from megamix.parallel.pipeline_parallel import SCHEDULES, Pipeline
 from megamix.parallel.stages import Stage, StagePlan, keep_layers, plan_stages
 from megamix.tools.bench.sides import SEED, Autocast, Ours, Work, make_engine, make_model, shard_fully
 
@@ -58,10 +58,8 @@ class OursPipeline(Ours):
         stages = plan_stages(work.model, topology.pp.size, 1)
         self.engine = _make_part(work, topology, stages)
         model = self.engine.module
-        own = {topology.pp.rank: stages[topology.pp.rank].layers}
         assert isinstance(model, Decoder)
-        border = Handover(topology.pp, len(stages), (work.micro_batch_size, work.model.seq_len))
-        self._pipeline = Pipeline(self.engine, model, own, SCHEDULE, border)
+        self._pipeline = Pipeline(self.engine, model, stages, SCHEDULE, work.micro_batch_size)
         self.micro_batches = work.micro_batches
 
     def forward_backward(self, tokens: Tensor, targets: Tensor) -> Tensor:
