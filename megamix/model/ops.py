@@ -137,7 +137,7 @@ class Ops:
     def whole_embedding(self, tokens: Tensor, weight: Tensor) -> Tensor:
         """Return the rows of a whole table. On a CPU torch sums gradients in half: 2000 times 0.3 makes 128 in BF16."""
         if self._sums_wide(weight):
-            return wide.apply(wide.WideEmbedding, tokens, weight)
+            return wide.embedding(tokens, weight)
         return F.embedding(tokens, weight)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -219,7 +219,7 @@ class Ops:
         cos and sin: FP32 (T, rotary_dim / 2), or (B, T, rotary_dim / 2) if positions differ between samples.
         """
         if self._computes_wide(x):
-            return wide.apply(wide.Rotary, x, cos, sin)
+            return wide.rotary(x, cos, sin)
         first, second = x.to(torch.promote_types(x.dtype, torch.float32)).chunk(2, -1)  # FP64 stays, for `verify`
         cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
         return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)

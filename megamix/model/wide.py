@@ -171,26 +171,19 @@ def _padded(rows: Tensor, places: Tensor, groups: int, most: int) -> Tensor:
     return rows.new_zeros(groups * most, rows.shape[1]).index_copy_(0, places, rows).view(groups, most, -1)
 
 
-class WideEmbedding(torch.autograd.Function):
-    """An embedding: tokens INT64 (...), weight (vocab, hidden) -> (..., hidden). The gradient's rows are summed in
-    FP32.
+def embedding(tokens: Tensor, weight: Tensor) -> Tensor:
+    """Return the rows of a table: tokens INT64 (...), weight (vocab, hidden) -> (..., hidden). The gradient's rows are
+    summed in FP32. Keeps the tokens.
     """
+    shape, dtype = weight.shape, weight.dtype
 
-    @staticmethod
-    def forward(ctx: Any, tokens: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(tokens)
-        ctx.weight_shape, ctx.weight_dtype = weight.shape, weight.dtype
-        return F.embedding(tokens, weight)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
-        (tokens,) = ctx.saved_tensors
+    def back(grad: Tensor) -> Tensor:
         # For a frequent token hundreds of rows are added. In half each addition would round, and small rows would be
         # lost.
-        grad_weight = torch.zeros(ctx.weight_shape, dtype=torch.float32, device=grad.device)
-        grad_weight.index_add_(0, tokens.flatten(), grad.float().flatten(0, -2))
-        return None, grad_weight.to(ctx.weight_dtype)
+        grad_weight = torch.zeros(shape, dtype=torch.float32, device=grad.device)
+        return grad_weight.index_add_(0, tokens.flatten(), grad.float().flatten(0, -2)).to(dtype)
+
+    return apply(Crossing, weight, lambda weight: F.embedding(tokens, weight), back)
 
 
 class WideRMSNorm(torch.autograd.Function):
@@ -386,21 +379,11 @@ def _capped_weights(query: Tensor, key: Tensor, mask: Tensor, cap: float) -> tup
     return (tanh * cap).masked_fill_(~mask, -math.inf).softmax(-1), tanh
 
 
-class Rotary(torch.autograd.Function):
-    """Rotary positions: x (B, T, heads, head_dim), cos and sin FP32 ([B,] T, head_dim / 2) -> x rotated. Keeps only the
+def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate pairs: x (B, T, heads, head_dim), cos and sin FP32 ([B,] T, head_dim / 2) -> like x. Keeps only the
     tables.
     """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        return _rotate(x, cos, sin)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        cos, sin = ctx.saved_tensors
-        return _rotate(grad, cos, -sin), None, None
+    return apply(Crossing, x, lambda x: _rotate(x, cos, sin), lambda grad: _rotate(grad, cos, -sin))
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
