@@ -32,14 +32,12 @@ def test_what_lies_beside_tables_is_passed_over_with_a_line(tmp_path, caplog, mo
     alone, named = (input_corpus([str(tmp_path), *more]) for more in ([], [str(tmp_path / "README.md")]))
     assert [file.name for file in alone.files] == ["data/x.parquet"]
     assert [file.name for file in named.files] == ["data/x.parquet", "README.md"]
-    assert caplog.records[0].getMessage() == (
-        f"--input '{tmp_path}': files beside Parquet or Arrow are passed over: "
-        "0.py, 1.py, 2.py, 3.py, 4.py, 5.py, 6.py, README.md and 3 more"
+    told, of_others = (record.getMessage() for record in caplog.records)
+    assert told == (
+        "--input: passed over 11 files (44 bytes) beside Parquet or Arrow: 0.py, 1.py, 2.py, 3.py, 4.py, 5.py, 6.py, "
+        "README.md and 3 more; name one by --input to have it read, or told why not"
     )
-    told = "; passed over: 11 files (44 bytes) beside Parquet or Arrow: name one by --input to have it read"
-    assert alone.note.startswith(told)
-    assert named.note.startswith("; passed over: 10 files (")
-    assert alone.outside(tmp_path / "a").note == alone.note
+    assert of_others.startswith("--input: passed over 10 files (")
 
 
 @pytest.mark.parametrize("content", [b"\x89PNG\r\n\x1a\n\0\0", b"%PDF-1.7"])
@@ -52,7 +50,8 @@ def test_what_is_no_text_is_refused_by_name_or_passed_over_with_a_line(tmp_path,
             names(path)
     write_files(tmp_path, "x/a.txt")
     assert names(tmp_path / "x") == ["a.txt"]
-    assert caplog.records[-1].getMessage().endswith("x': files that are no text in UTF-8 are passed over: y.bin")
+    told = f"--input: passed over 1 file ({len(content)} bytes) that are no text in UTF-8: y.bin; name one by --input"
+    assert caplog.records[-1].getMessage().startswith(told)
 
 
 def test_hidden_and_left_out_places_are_not_read(tmp_path):

@@ -191,11 +191,11 @@ def odd(tmp_path):
 def prepared(folders, output, **settings):
     request = Request(tokenizer=TokenizerChoice("bytes"), valid_fraction=0, **settings)
     corpus = input_corpus([str(folder) for folder in folders])
-    return prepare_corpus(corpus, output, request), corpus
+    return prepare_corpus(corpus, output, request)
 
 
 def test_of_odd_files_every_text_is_in_and_every_loss_is_told(odd, tmp_path, caplog):
-    result, corpus = prepared(odd, tmp_path / "out", num_workers=1, allow_lost=100)
+    result = prepared(odd, tmp_path / "out", num_workers=1, allow_lost=100)
     linked = {name: (b"", ["through a folder"], []) for name in ("z_folder/x.txt", "z_link.txt")}
     want, lost = [], []
     for folder, files in zip(odd, (TEXTS | linked, TABLES), strict=True):
@@ -222,10 +222,14 @@ def test_of_odd_files_every_text_is_in_and_every_loss_is_told(odd, tmp_path, cap
     assert result.manifest["lost"]["percent"] == 100 * sizes / total
     share = f"left out {100 * sizes / total:.2f} % of the bytes (bad_records.jsonl): "
     assert f"{share}3 files (268,447,456 bytes), the first: " in result.summary()
+    told = "\n".join(record.getMessage() for record in caplog.records)
     for why, those in PASSED_OVER.items():
-        assert f"{len(those)} files ({sum(map(len, those.values()))} bytes) {why}" in corpus.note
-    assert "1 file (0 bytes) linked to nothing" in corpus.note
-    assert "1 file (6 bytes) beside Parquet or Arrow: name one by --input to have it read" in corpus.note
+        assert f"passed over {len(those)} files ({sum(map(len, those.values()))} bytes) {why}: " in told
+    assert "1 file (0 bytes) linked to nothing: z_broken.txt; name one by --input to have it read" in told
+    assert (
+        "2 files (25 bytes) beside Parquet or Arrow: README.md, z_records.jsonl; name one by --input to have it read"
+        in told
+    )
     (line,) = (record.getMessage() for record in caplog.records if "JSON object" in record.getMessage())
     assert line.endswith("name them .jsonl to have their records read: z_objects.txt")
 
@@ -233,7 +237,7 @@ def test_of_odd_files_every_text_is_in_and_every_loss_is_told(odd, tmp_path, cap
 def test_no_file_loses_more_than_its_bytes_and_what_is_allowed_is_kept(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(records("kept", None))
     (tmp_path / "b.jsonl.gz").write_bytes(packed := gzip.compress(b'{"x": "long"}\n' * 99))  # 14 times smaller
-    lost = prepared([tmp_path], tmp_path / "out", allow_lost=100)[0].manifest["lost"]
+    lost = prepared([tmp_path], tmp_path / "out", allow_lost=100).manifest["lost"]
     assert lost["num_bytes"] == len(packed)
 
 

@@ -59,7 +59,6 @@ def run_prepare(arguments: argparse.Namespace) -> Iterator[str]:
         )
         asked = (arguments.input, arguments.split, arguments.text_key)
         corpus = input_corpus(*asked) if arguments.input else named_corpus(arguments.corpus)
-        prepared = prepare_corpus(corpus, arguments.output, request, arguments.progress)
-        yield prepared.summary() + corpus.note
+        yield prepare_corpus(corpus, arguments.output, request, arguments.progress).summary()
     except OSError as error:  # an error of the disk or of memory
         raise ValueError(f"{error}; correct that and run the same command again: it continues") from error

@@ -48,7 +48,6 @@ class Corpus:
 
     flag: str  # the user's arguments, for messages and the manifest
     files: tuple[CorpusFile, ...]
-    note: str = ""  # end of a line that says how many files of the folders are not read, and why
 
     def outside(self, *folders: Path) -> "Corpus":
         """Return the corpus without the files in these folders. prepare may write into a folder that it reads, and its
@@ -75,7 +74,8 @@ def named_corpus(name: str) -> Corpus:
 
 def input_corpus(paths: Sequence[str], split: str = "train", text_key: str = "text") -> Corpus:
     """Return the corpus of `--input PATH...`: files, folders, datasets saved by `datasets`, or hf:NAME for
-    `load_dataset`. JSON Lines that are passed over are among its files: they are records, and count as lost.
+    `load_dataset`. Log which files of the folders are passed over, and why. JSON Lines of these are among the corpus's
+    files: they are records, and count as lost.
 
     Raises: ValueError for a path that is none of these, or holds no file.
     """
@@ -96,19 +96,15 @@ def input_corpus(paths: Sequence[str], split: str = "train", text_key: str = "te
     names = Counter(file.name for file in files)
     flag = " ".join(path if path.startswith(_HUB) else os.path.normpath(path) for path in paths)
     unread = [file for file in passed_over if os.path.realpath(file.path) not in given]
+    for why in dict.fromkeys(file.passed_over for file in unread):
+        those = [file for file in unread if file.passed_over == why]
+        size = sum(os.path.getsize(file.path) for file in those if os.path.exists(file.path))  # a link may be broken
+        told = f"{counted(len(those), 'file')} ({size:,} bytes) {why}: {first_few([file.name for file in those])}"
+        log.warning("--input: passed over %s; name one by --input to have it read, or told why not", told)
     lost = [file for file in unread if file.kind == "jsonl"]
     files += [replace(file, passed_over=f"{file.passed_over}; name it by --input, too") for file in lost]
     drawn = (replace(file, drawn_by_name=file.kind == "text" and names[file.name] == 1) for file in files)
-    return Corpus(f"--input {flag}", tuple(drawn), _told([file for file in unread if file.kind != "jsonl"]))
-
-
-def _told(unread: Sequence[CorpusFile]) -> str:
-    sizes = dict[str, list[int]]()
-    for file in unread:
-        size = os.path.getsize(file.path) if os.path.exists(file.path) else 0  # a link may lead to nothing
-        sizes.setdefault(file.passed_over, []).append(size)
-    told = [f"{counted(len(size), 'file')} ({sum(size):,} bytes) {why}" for why, size in sizes.items()]
-    return f"; passed over: {'; '.join(told)}: name one by --input to have it read, or told why not" if told else ""
+    return Corpus(f"--input {flag}", tuple(drawn))
 
 
 def folder_files(root: Path, suffix: str = "", left_out: frozenset[str] = frozenset()) -> tuple[CorpusFile, ...]:
@@ -170,8 +166,8 @@ def counted(number: int, noun: str) -> str:
 
 
 def _readable(given: str, files: tuple[CorpusFile, ...], text_key: str) -> tuple[CorpusFile, ...]:
-    """Mark files without text, and other files beside tables, as passed over, and log a line about them. Look into the
-    remaining .json files for their kind.
+    """Mark files without text, and other files beside tables, as passed over. Look into the remaining .json files for
+    their kind.
 
     Raises: ValueError if no file remains.
     """
@@ -195,9 +191,6 @@ def _readable(given: str, files: tuple[CorpusFile, ...], text_key: str) -> tuple
         found = first_few([file.name for file in why])
         fix = "give text, .jsonl, .json, .parquet or .arrow"
         raise ValueError(f"--input {given!r} holds no text in UTF-8, but {found}; {fix}")
-    for which in dict.fromkeys(why.values()):
-        names = first_few([file.name for file in why if why[file] == which])
-        log.warning("--input %r: files %s are passed over: %s", given, which, names)
     kinds |= {file: json_kind(_head(file.path)) for file in files if file.kind == "json" and file not in why}
     return tuple(replace(file, kind=kinds.get(file, file.kind), passed_over=why.get(file, "")) for file in files)
 
