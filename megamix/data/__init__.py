@@ -7,6 +7,7 @@ tokenizer        tokenizers of a tokenizer.json; the file of any tokenizer is op
 tokenizer_bulk   the same ids, several times faster
 tokenizer_kinds  bytes, and SentencePiece
 tokenizer_files  what lies beside a tokenizer's file: settings, special tokens, templates
+json_table       tables in JSON files, as these settings are
 
 The files between:
 token_file       ids of all documents, in Megatron's format

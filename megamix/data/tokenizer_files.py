@@ -1,13 +1,12 @@
 """The files of a tokenizer, by their names in Hugging Face folders: vocabularies, settings, chat templates."""
 
-import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megamix.data.json_table import read_table, write_table
 from megamix.data.text_tokenizer import TextTokenizer
-from megamix.durable import write_text
 
 TOKENIZER, SP_MODEL = "tokenizer.json", "tokenizer.model"
 _SETTINGS, _SPECIAL_TOKENS = "tokenizer_config.json", "special_tokens_map.json"
@@ -44,14 +43,14 @@ def copy_files(place: Path, output: Path) -> None:
         (output / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(path, output / name)
     stays = ("auto_map", "name_or_path", "_file", "_files")  # transformers writes name_or_path whenever it loads
-    if settings := _table(output / _SETTINGS):
-        _write(output / _SETTINGS, {key: value for key, value in settings.items() if not key.endswith(stays)})
+    if settings := read_table(output / _SETTINGS):
+        write_table(output / _SETTINGS, {key: value for key, value in settings.items() if not key.endswith(stays)})
 
 
 def read_settings(place: Path) -> dict[str, Any]:
     """Return a tokenizer's settings, special tokens among them. `place`: as for `tokenizer_files`."""
     files, none = tokenizer_files(place), Path()
-    return _table(files.get(_SPECIAL_TOKENS, none)) | _table(files.get(_SETTINGS, none))
+    return read_table(files.get(_SPECIAL_TOKENS, none)) | read_table(files.get(_SETTINGS, none))
 
 
 def save_settings(tokenizer: TextTokenizer, folder: Path) -> None:
@@ -66,10 +65,10 @@ def save_settings(tokenizer: TextTokenizer, folder: Path) -> None:
         "add_eos_token": False if settings.get("add_eos_token") else None,  # a prompt goes on
     }
     for name in (_SETTINGS, _SPECIAL_TOKENS):
-        table = _table(folder / name)
+        table = read_table(folder / name)
         keys = [key for key in changes if changes[key] not in (None, special_token(table, key))]
         if told := {key: changes[key] for key in keys if name == _SETTINGS or key in table}:
-            _write(folder / name, table | told)
+            write_table(folder / name, table | told)
 
 
 def special_token(settings: Mapping[str, Any], key: str) -> Any:
@@ -78,15 +77,3 @@ def special_token(settings: Mapping[str, Any], key: str) -> Any:
     """
     token = settings.get(key)
     return token.get("content") if isinstance(token, dict) else token or ""
-
-
-def _table(path: Path) -> dict[str, Any]:
-    """Return the table of a JSON file; none if there is no file. Raises: ValueError if it holds something else."""
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{path} holds no JSON table ({error}); copy it again") from error
-
-
-def _write(path: Path, table: Mapping[str, Any]) -> None:
-    write_text(path, json.dumps(table, indent=1, ensure_ascii=False) + "\n")

@@ -31,10 +31,11 @@ from megamix.checkpoint.snapshot import DTYPE_NAMES, Snapshot, StateBox
 from megamix.checkpoint.tensor_file import key_of, safetensors_header, tensor_chunks
 from megamix.config import DecoderConfig
 from megamix.config.toml_text import tables_to_toml, value_text
+from megamix.data.json_table import write_table
 from megamix.durable import write_text
 from megamix.hub.hugging_face import INDEX, WEIGHTS, HuggingFaceWeights
 from megamix.hub.links import Link, format_of, links_of, their_shapes
-from megamix.hub.place import CONFIG, write_json
+from megamix.hub.place import CONFIG
 from megamix.hub.source import Source, WatchedWeights, Weights
 from megamix.hub.tokenizer_files import copy_generation, copy_tokenizer, tokenizer_in
 from megamix.model.family import family_of
@@ -171,7 +172,7 @@ def export_model(
         links = links_of(form, config)
         size = _write_shards(aside, source.weights, links, DTYPES[dtype], shard_size, progress or ProgressLine())
         ids = copy_generation(source.home, aside, tokenizer)
-        write_json(aside / CONFIG, {
+        write_table(aside / CONFIG, {
             "architectures": [form.architecture], "model_type": form.model_type,
             **form.write(config),
             "initializer_range": config.init_std, "tie_word_embeddings": config.tie_embeddings,
@@ -218,7 +219,7 @@ def _write_shards(
     size = dtype.itemsize * numel
     if len(shards) > 1:
         weight_map = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
-        write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
+        write_table(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
     return size
 
 

@@ -1,13 +1,10 @@
 """A model's folder by its path, and the folder's JSON. This module imports no torch, so a wrong path fails at once."""
 
-import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from megamix.checkpoint.folder import CHECKPOINTS, MANIFEST, checkpoints
-from megamix.durable import write_text
-from megamix.git_lfs import refuse_pointer
+from megamix.data.json_table import read_table
 
 CONFIG = "config.json"
 
@@ -35,18 +32,7 @@ def is_hugging_face(path: Path) -> bool:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the content of a JSON file of a Hugging Face folder. Raises: ValueError naming the file."""
+    """Return the table of a JSON file that a Hugging Face folder must have. Raises: ValueError naming the file."""
     if not path.is_file():
         raise ValueError(f"{path} is missing; give a Hugging Face folder (hf download NAME --local-dir DIR)")
-    refuse_pointer(path)
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is no JSON: {error}; copy it again") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} holds no table")
-    return content
-
-
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    write_text(path, json.dumps(content, indent=2) + "\n")
+    return read_table(path)

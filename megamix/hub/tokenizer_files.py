@@ -5,9 +5,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megamix.data.json_table import read_table, write_table
 from megamix.data.tokenizer import open_tokenizer
 from megamix.data.tokenizer_files import SP_MODEL, TOKENIZER, copy_files, read_settings, save_settings, special_token
-from megamix.hub.place import CONFIG, read_json, write_json
+from megamix.hub.place import CONFIG
 
 GENERATION = "generation_config.json"
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -29,8 +30,7 @@ def copy_tokenizer(place: Path, output: Path) -> None:
 def copy_generation(folder: Path, output: Path, tokenizer: Path | None) -> dict[str, Any]:
     """Write the settings of generation to `output`, always with the ids of special tokens. Return these ids."""
     ids = special_ids(folder, tokenizer)
-    settings = read_json(folder / GENERATION) if (folder / GENERATION).is_file() else {}
-    write_json(output / GENERATION, {**settings, **ids})
+    write_table(output / GENERATION, read_table(folder / GENERATION) | ids)
     return ids
 
 
@@ -41,8 +41,7 @@ def special_ids(folder: Path, tokenizer: Path | None) -> dict[str, Any]:
     """
     ids: dict[str, Any] = dict.fromkeys(_IDS)
     for path in (folder / CONFIG, folder / GENERATION):
-        told = read_json(path) if path.is_file() else {}
-        ids |= {key: value for key, value in told.items() if key in _IDS and value is not None}
+        ids |= {key: value for key, value in read_table(path).items() if key in _IDS and value is not None}
     if ids["eos_token_id"] is None and tokenizer is not None:
         opened = open_tokenizer(tokenizer)
         pad = special_token(read_settings(tokenizer), "pad_token")

@@ -165,7 +165,7 @@ WRONG_COMMANDS = {
     "evaluate job.toml": f"job.toml .. is no folder .. {MODELS}",
     "export empty --to hf out --shard-gb 0": "--shard-gb .. 0.0 .. write --shard-gb 5",
     "import gpt2 --output out": "gpt2/config.json is missing .. hf download NAME",
-    "import broken --output out": "broken/config.json is no JSON .. copy it again",
+    "import broken --output out": "broken/config.json is no JSON table .. copy it again",
     "plot nowhere": "RUN .. nowhere .. give the folder of a run",
     "checkpoint ls nowhere": "nowhere .. is no folder .. give a run, a folder of checkpoints, or a checkpoint",
     "checkpoint verify empty": "empty holds no checkpoint .. give a run that has saved",
