@@ -19,7 +19,7 @@ from megamix.config import Config, Pace, ParallelismConfig, config_from_dict
 from megamix.config.choices import without_off
 from megamix.config.sections import TrainingConfig
 from megamix.data.source import MarkovSource
-from megamix.data.token_file import TokenFileWriter
+from megamix.data.token_file import token_file_writer
 from megamix.data.tokenizer import Tokenizer
 from megamix.run import results
 from megamix.supervise.journal import Journal, Reached
@@ -169,7 +169,7 @@ def write_data(folder, tokenizer=False):
     folder.mkdir(parents=True, exist_ok=True)
     source = MarkovSource(vocab_size=VOCAB, seq_len=SEQ_LEN, branching=BRANCHING, seed=3)
     for name, samples in (("train", range(2000)), ("valid", range(2000, 2200))):
-        with TokenFileWriter(folder / name, VOCAB) as writer:
+        with token_file_writer(folder / name, VOCAB) as writer:
             for row in source.read(samples).tokens:
                 writer.add(row)
     if tokenizer:

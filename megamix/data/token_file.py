@@ -1,11 +1,11 @@
 """Token files in Megatron's format: PREFIX.bin holds the ids of all documents in order, PREFIX.idx their places."""
 
 import hashlib
-from collections.abc import Iterable
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any
+from typing import IO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,28 +39,11 @@ def token_dtype(vocab_size: int) -> "np.dtype[np.integer]":
 
 
 class TokenFileWriter:
-    """Writes a token file of documents of one sequence each: `with TokenFileWriter(prefix, vocab_size) as writer:
-    writer.add(ids)`.
+    """Writes the documents of a token file, of one sequence each; see `token_file_writer`."""
 
-    Both files are written under other names. Leaving the block without an exception renames .bin, then .idx. The .idx
-    is the commit: a writer that is killed at any instant leaves none, and a reader refuses a prefix without it. The
-    index's content waits on the disk, too, so memory does not grow with the number of documents.
-    """
-
-    def __init__(self, prefix: Path, vocab_size: int) -> None:
-        self.num_tokens = 0
-        self.num_documents = 0
-        self._prefix = prefix
-        self._vocab_size = vocab_size
-        self._dtype = token_dtype(vocab_size)
-        self._open = ExitStack()
-
-    def __enter__(self) -> "TokenFileWriter":
-        self._idx = self._open.enter_context(written_aside(idx_path(self._prefix)))
-        self._bin = self._open.enter_context(written_aside(bin_path(self._prefix)))  # renamed first
-        self._lengths = self._open.enter_context(TemporaryFile(dir=self._prefix.parent))
-        self._open.push(self._finish)
-        return self
+    def __init__(self, prefix: Path, vocab_size: int, ids: IO[bytes], lengths: IO[bytes]) -> None:
+        self.num_tokens = self.num_documents = 0
+        self._prefix, self._vocab_size, self._ids, self._lengths = prefix, vocab_size, ids, lengths
 
     def add(self, token_ids: NDArray[np.integer], lengths: NDArray[np.integer] | None = None) -> None:
         """Append documents. `token_ids`: those of all. `lengths`: of each; None: it is one document.
@@ -73,21 +56,28 @@ class TokenFileWriter:
                 f"not fit a vocabulary of {self._vocab_size}; give the vocab_size of the tokenizer that made them"
             )
         lengths = np.array([token_ids.size]) if lengths is None else lengths
-        self._bin.write(token_ids.astype(self._dtype).tobytes())
+        self._ids.write(token_ids.astype(token_dtype(self._vocab_size)).tobytes())
         self._lengths.write(lengths.astype("<i4").tobytes())
         self.num_tokens += token_ids.size
         self.num_documents += lengths.size
 
-    def __exit__(self, *error: Any) -> None:
-        self._open.__exit__(*error)
 
-    def _finish(self, error_type: type[BaseException] | None, *_: object) -> None:
-        if error_type is None:
-            write_index(self._idx, self._dtype, self._lengths)
-            for file in (self._bin, self._idx):  # a full disk shows here, before anything is replaced
-                sync_file(file)
-            # Remove an older index first: beside a new .bin of the same size it would look like a commit.
-            idx_path(self._prefix).unlink(missing_ok=True)
+@contextmanager
+def token_file_writer(prefix: Path, vocab_size: int) -> Iterator[TokenFileWriter]:
+    """Yield the writer of a token file: `with token_file_writer(prefix, vocab_size) as writer: writer.add(ids)`.
+
+    Both files are written under other names. Leaving the block without an exception renames .bin, then .idx. The .idx
+    is the commit: a writer that is killed at any instant leaves none, and a reader refuses a prefix without it. The
+    index's content waits on the disk, too, so memory does not grow with the number of documents.
+    """
+    idx, ids = written_aside(idx_path(prefix)), written_aside(bin_path(prefix))  # the last one is renamed first
+    with idx as index, ids as tokens, TemporaryFile(dir=prefix.parent) as lengths:
+        yield TokenFileWriter(prefix, vocab_size, tokens, lengths)
+        write_index(index, token_dtype(vocab_size), lengths)
+        for file in (tokens, index):  # a full disk shows here, before anything is replaced
+            sync_file(file)
+        # Remove an older index first: beside a new .bin of the same size it would look like a commit.
+        idx_path(prefix).unlink(missing_ok=True)
 
 
 class TokenFile(TokenIndex):

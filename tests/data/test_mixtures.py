@@ -12,7 +12,7 @@ import pytest
 from megamix.config import ConfigError, config_from_dict
 from megamix.data.loader import BatchLoader
 from megamix.data.source import TokenFileSource
-from megamix.data.token_file import TokenFileWriter
+from megamix.data.token_file import token_file_writer
 from tests.builders import VOCAB, corpus_of, run_on_ranks, tiny_job
 from tests.train.outcome import differences, end_of, metrics_of
 from tests.train.recorded import Crash, Record, attempts_recorded, crash_contained, overflows_injected
@@ -25,7 +25,7 @@ def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("files")
     for seed, name in enumerate(("a", "b", "c")):
         rng = np.random.default_rng(seed)
-        with TokenFileWriter(folder / name, VOCAB) as writer:
+        with token_file_writer(folder / name, VOCAB) as writer:
             for length in rng.integers(1, 60, size=200):
                 writer.add(rng.integers(0, VOCAB, size=length))
     return folder
@@ -158,7 +158,7 @@ def test_a_stage_of_files_that_were_read_as_another_corpus_is_refused(tmp_path, 
 
 def test_two_files_of_one_length_are_read_in_orders_of_their_own_and_a_single_one_as_ever(tmp_path):
     for name in ("a", "b"):
-        with TokenFileWriter(tmp_path / name, 6401) as writer:
+        with token_file_writer(tmp_path / name, 6401) as writer:
             writer.add(np.arange(6401))  # each window's tokens tell its place
 
     def places(*names):
@@ -182,7 +182,7 @@ def test_a_made_up_chain_validates_on_other_samples_than_it_trains_on_whatever_t
 
 
 def test_losses_are_means_over_the_targets_that_count_of_training_and_of_validation(tmp_path):
-    with TokenFileWriter(tmp_path / "pairs", VOCAB) as writer:
+    with token_file_writer(tmp_path / "pairs", VOCAB) as writer:
         for number in range(2000):
             writer.add(np.array([number % VOCAB, number * 7 % VOCAB]))  # half of the tokens begin a document
     run_on_ranks(job(tmp_path, tmp_path, {"train": f"{tmp_path}/pairs"}, training={"steps": 2}, optimizer={"lr": 1e-9}))

@@ -13,7 +13,7 @@ import torch
 from megamix.data.loader import IGNORE, BatchLoader, joined
 from megamix.data.sampler import Blend, BlendStage, micro_batches
 from megamix.data.source import BlendedSource, MarkovSource, TokenFileSource, TokenSpan, split
-from megamix.data.token_file import TokenFile, TokenFileWriter
+from megamix.data.token_file import TokenFile, token_file_writer
 from megamix.run.batch_plan import BatchPlan
 from megamix.run.run_record import Progress
 from tests.conftest import FULL
@@ -21,7 +21,7 @@ from tests.conftest import FULL
 
 def write(prefix, lengths, first=0):
     """Write documents of these lengths. Tokens are first, first + 1, ...: a token is its place in the stream."""
-    with TokenFileWriter(prefix, first + sum(lengths)) as writer:
+    with token_file_writer(prefix, first + sum(lengths)) as writer:
         for length in lengths:
             writer.add(np.arange(first, first + length))
             first += length

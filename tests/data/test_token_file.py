@@ -8,14 +8,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megamix.data.token_file import TokenFile, TokenFileWriter, bin_path, idx_path, sampled_blocks, token_file_problems
+from megamix.data.token_file import (
+    TokenFile,
+    bin_path,
+    idx_path,
+    sampled_blocks,
+    token_file_problems,
+    token_file_writer,
+)
 from tests.data.fixtures.megatron.write import DOCUMENTS, DTYPES
 
 FIXTURES = Path(__file__).parent / "fixtures" / "megatron"
 
 
 def write(prefix, documents=([1, 2, 3], [4], [5, 6]), vocab_size=10):
-    with TokenFileWriter(prefix, vocab_size) as writer:
+    with token_file_writer(prefix, vocab_size) as writer:
         for document in documents:
             writer.add(np.array(document, dtype=np.int64))
     return prefix

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from megamix.cli import main
 from megamix.config import ConfigError
-from megamix.data.token_file import TokenFileWriter
+from megamix.data.token_file import token_file_writer
 from megamix.data.tokenizer import Tokenizer
 from megamix.hub.convert import import_model
 from megamix.hub.evaluate import evaluate
@@ -28,7 +28,7 @@ from tests.hub.folders import LLAMA, own_model, write_hugging_face
 def _write(folder, num_tokens):
     folder.mkdir(exist_ok=True)
     tokens = np.random.default_rng(num_tokens).integers(VOCAB, size=num_tokens)
-    with TokenFileWriter(folder / "held", VOCAB) as writer:
+    with token_file_writer(folder / "held", VOCAB) as writer:
         for part in np.array_split(tokens, 3):
             writer.add(part)
     return folder / "held"
@@ -74,7 +74,7 @@ def test_the_beginning_of_a_file_is_evaluated_alone_and_bits_are_by_byte(tmp_pat
     assert (progress.work.done, progress.work.total) == (99, 99)
     assert first.bits_per_byte is None  # nobody knows the bytes of some tokens
     (tmp_path / "cut").mkdir()
-    with TokenFileWriter(tmp_path / "cut/held", VOCAB) as writer:
+    with token_file_writer(tmp_path / "cut/held", VOCAB) as writer:
         writer.add(np.fromfile(prefix.with_name("held.bin"), "<u2")[:100].astype(np.int64))
     assert (first.nats, first.targets) == (evaluate(model, tmp_path / "cut/held", 13, SEQ_LEN).nats, 99)
     model.head.weight.zero_()  # it knows nothing

@@ -13,7 +13,7 @@ import pytest
 
 from megamix.checkpoint.folder import checkpoints
 from megamix.config import ConfigError
-from megamix.data.token_file import TokenFileWriter
+from megamix.data.token_file import token_file_writer
 from tests.builders import VOCAB, run_on_ranks, tiny_job, write_data
 
 # Settings of the second leg that differ from the first one's, words that it says, and its ranks.
@@ -50,7 +50,7 @@ def _config(data, run, settings):
 def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data") / "data"
     write_data(folder)
-    with TokenFileWriter(folder / "other", VOCAB) as writer:
+    with token_file_writer(folder / "other", VOCAB) as writer:
         for start in range(2000):
             writer.add(3 * np.arange(start, start + 33) % VOCAB)
     return folder

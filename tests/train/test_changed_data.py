@@ -15,7 +15,7 @@ import pytest
 from megamix.checkpoint.folder import checkpoints
 from megamix.data.source import TokenFileSource, TokenSpan
 from megamix.data.steady_file import DataError
-from megamix.data.token_file import TokenFile, TokenFileWriter, bin_path, idx_path, token_file_fingerprint
+from megamix.data.token_file import TokenFile, bin_path, idx_path, token_file_fingerprint, token_file_writer
 from megamix.parallel import build
 from megamix.supervise.run_status import read_status
 from megamix.supervise.status import WrongDataError
@@ -29,7 +29,7 @@ LENGTHS = [5, 0, 300, 1, 1, 90] * 40
 
 
 def _write(prefix, first=0):
-    with TokenFileWriter(prefix, 10**6) as writer:
+    with token_file_writer(prefix, 10**6) as writer:
         for length in LENGTHS:
             writer.add(np.arange(first + writer.num_tokens, first + writer.num_tokens + length))
     return prefix

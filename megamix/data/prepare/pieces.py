@@ -17,7 +17,7 @@ from megamix.data.prepare.plan import CorpusPiece, grouped, read_piece
 from megamix.data.prepare.records import BadRecord
 from megamix.data.prepare.split import DocumentInPart, Split
 from megamix.data.text_tokenizer import TextTokenizer
-from megamix.data.token_file import TokenFileWriter, token_dtype
+from megamix.data.token_file import token_dtype, token_file_writer
 from megamix.data.tokenizer import open_tokenizer
 from megamix.durable import written_aside
 
@@ -158,7 +158,7 @@ def merge_pieces(
     least = min(report.least_draw for report in reports)
     num_bytes = dict.fromkeys(parts, 0)
     with ExitStack() as stack:
-        writers = {part: stack.enter_context(TokenFileWriter(folder / part, vocab_size)) for part in parts}
+        writers = {part: stack.enter_context(token_file_writer(folder / part, vocab_size)) for part in parts}
         for number, report in enumerate(reports):
             for chunk in job.chunks(number, report):
                 valid = chunk["draws"] == least if moves else chunk["valid"]

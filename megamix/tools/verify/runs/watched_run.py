@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megamix.config import Config, data_source
 from megamix.config.sections import CheckpointConfig
-from megamix.data.token_file import TokenFileWriter
+from megamix.data.token_file import token_file_writer
 from megamix.mixed_precision.step import StepResult
 from megamix.parallel.micro_batch_runner import MicroBatch
 from megamix.run.batch_plan import Attempt, GlobalBatch
@@ -98,7 +98,7 @@ def write_data(config: Config, folder: Path) -> None:
     for key, number in (("valid", seed + 1), ("train", seed)):
         draw = np.random.default_rng(number)
         tokens = draw.integers(0, vocab, count * length + 1)
-        with TokenFileWriter(folder / key, vocab) as writer:
+        with token_file_writer(folder / key, vocab) as writer:
             for document in np.split(tokens, np.unique(draw.integers(1, len(tokens), count))):
                 writer.add(document)
 
