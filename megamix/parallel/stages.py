@@ -117,7 +117,10 @@ class Stage(nn.Module):
         super().__init__()
         self.layers = layers
         self.is_first, self.is_last = layers.start == 0, layers.stop == model.config.num_layers
-        parts = _modules(model, self.is_first, layers, self.is_last) if isinstance(model, Decoder) else [model]
+        parts: list[nn.Module] = [model]
+        if isinstance(model, Decoder):
+            first, last = model.inputs if self.is_first else [], [model.norm, model.head] if self.is_last else []
+            parts = [*first, *(model.blocks[layer] for layer in layers), *last]
         self.parts = nn.ModuleList(parts)
         self._run = model.__call__  # a function; a submodule would add the other stages' parameters
 
@@ -141,11 +144,3 @@ class Stage(nn.Module):
         # torch receives into one buffer in each step, and no version counts that. The model gets a tensor of its own.
         out: Tensor = self._run(x.view_as(x), targets, positions, num_documents, deal, layers=self.layers)
         return out
-
-
-def _modules(model: Decoder, first: bool, layers: range, last: bool) -> Iterator[nn.Module]:
-    if first:
-        yield from model.inputs
-    yield from (model.blocks[layer] for layer in layers)
-    if last:
-        yield from (model.norm, model.head)
