@@ -10,7 +10,7 @@ are whole or causal, whose results are merged by their logsumexp; a GPU's kernel
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -186,19 +186,17 @@ class _InPieces(torch.autograd.Function):
         out = query.new_empty(query.shape, dtype=torch.float32)
         logsumexp = query.new_empty(query.shape[:3], dtype=torch.float32)
         for piece in part.pieces:
-            for call in _calls(query, key, value, piece, dtype):
-                new, new_sum = aten._scaled_dot_product_flash_attention_for_cpu(
-                    call.query, call.key, call.value, 0.0, piece.causal
-                )
-                new, new_sum = new.reshape(out[call.at].shape), new_sum.reshape(logsumexp[call.at].shape)
+            for at, *inputs in _calls(query, key, value, piece, dtype):
+                new, new_sum = aten._scaled_dot_product_flash_attention_for_cpu(*inputs, 0.0, piece.causal)
+                new, new_sum = new.reshape(out[at].shape), new_sum.reshape(logsumexp[at].shape)
                 if piece.causal:  # comes first of a query's pieces
-                    out[call.at], logsumexp[call.at] = new, new_sum
+                    out[at], logsumexp[at] = new, new_sum
                     continue
-                before = logsumexp[call.at]
+                before = logsumexp[at]
                 total = torch.logaddexp(before, new_sum)
-                out[call.at] *= (before - total).exp()[..., None]
-                out[call.at] += new * (new_sum - total).exp()[..., None]
-                logsumexp[call.at] = total
+                out[at] *= (before - total).exp()[..., None]
+                out[at] += new * (new_sum - total).exp()[..., None]
+                logsumexp[at] = total
         result = out.to(query.dtype)
         ctx.save_for_backward(query, own, result, logsumexp)
         ctx.part, ctx.cp, ctx.dtype = part, cp, dtype
@@ -213,30 +211,25 @@ class _InPieces(torch.autograd.Function):
         grad_query = torch.zeros_like(query, dtype=torch.float32)
         grads = torch.zeros_like(whole, dtype=torch.float32)
         for piece in ctx.part.pieces:
-            for call in _calls(query, key, value, piece, ctx.dtype):
-                of_out, mine = (x[call.at].to(ctx.dtype).reshape(call.query.shape) for x in (grad, out))
-                own_sum = logsumexp[call.at].reshape(call.query.shape[:3])
+            for at, *inputs in _calls(query, key, value, piece, ctx.dtype):
+                shape = inputs[0].shape
+                of_out, mine = (x[at].to(ctx.dtype).reshape(shape) for x in (grad, out))
+                own_sum = logsumexp[at].reshape(shape[:3])
                 of_query, of_key, of_value = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                    of_out, call.query, call.key, call.value, mine, own_sum, 0.0, piece.causal
+                    of_out, *inputs, mine, own_sum, 0.0, piece.causal
                 )
-                grad_query[call.at] += of_query.reshape(grad_query[call.at].shape)
+                grad_query[at] += of_query.reshape(grad_query[at].shape)
                 columns = grads.transpose(2, 3)[:, piece.sequences, :, piece.columns]
                 columns[0] += of_key
                 columns[1] += of_value
         return grad_query.to(query.dtype), _sum_own(grads.to(own.dtype), ctx.part, ctx.cp), None, None, None
 
 
-class _Call(NamedTuple):
-    """Inputs of one call of the kernel, with as many heads of queries as of keys."""
-
-    at: tuple[slice, ...]  # place of the queries in a tensor (B, heads, T / ranks, ...)
-    query: Tensor
-    key: Tensor
-    value: Tensor
-
-
-def _calls(query: Tensor, key: Tensor, value: Tensor, piece: AttentionPiece, dtype: torch.dtype) -> Iterator[_Call]:
-    """Yield the calls for a piece, without a copy of keys and values for each head of a group. Without a mask a group's
+def _calls(
+    query: Tensor, key: Tensor, value: Tensor, piece: AttentionPiece, dtype: torch.dtype
+) -> Iterator[tuple[Any, Tensor, Tensor, Tensor]]:
+    """Yield the calls for a piece: the place of the queries in a tensor (B, heads, T / ranks, ...), then query, key and
+    value, with as many heads each. Keys and values are not copied for each head of a group. Without a mask a group's
     heads are further rows; a causal kernel takes them one after the other.
     """
     kv_heads, group = key.shape[1], query.shape[1] // key.shape[1]
@@ -244,8 +237,8 @@ def _calls(query: Tensor, key: Tensor, value: Tensor, piece: AttentionPiece, dty
     if not piece.causal and group > 1:
         at = (piece.sequences, slice(None), piece.rows)
         rows = query[at].to(dtype)
-        yield _Call(at, rows.reshape(len(rows), kv_heads, -1, rows.shape[3]), key, value)
+        yield at, rows.reshape(len(rows), kv_heads, -1, rows.shape[3]), key, value
         return
     for number in range(group):
         at = (piece.sequences, slice(number, None, group), piece.rows)
-        yield _Call(at, query[at].to(dtype), key, value)
+        yield at, query[at].to(dtype), key, value
