@@ -31,7 +31,7 @@ def divide_experts(model: Decoder, ep: Collectives, *, gathers: bool = False) ->
     in evaluation, too. `gathers`: each rank gets all tokens, and the host waits for nothing.
     """
     if gathers:
-        way: AtExperts = torch.compiler.disable(_Gather(ep).compute)  # type: ignore[no-untyped-call]  # untyped in torch
+        way: AtExperts = torch.compiler.disable(partial(_at_gathered, ep))  # type: ignore[no-untyped-call]  # untyped in torch
     else:
         way = exchange = _Exchange(ep)
         model.around_recompute = exchange.around_recompute
@@ -142,30 +142,26 @@ def rows_of_ranks(to: Tensor, of: Tensor, num_rows: int) -> tuple[list[int], lis
     return both[: len(to)], both[len(to) :]
 
 
-class _Gather:
-    """Computes the tokens of all ranks at each rank's own experts, and sums the ranks' outputs. There is room for as
-    many rows as could come, so the host waits for nothing. Each rank's sum of a token is rounded once more than an
-    exchange does.
+def _at_gathered(ep: Collectives, x: Tensor, routes: Routes, compute: Compute) -> Tensor:
+    """Compute the tokens of all ranks at each rank's own experts, and sum the ranks' outputs. There is room for as many
+    rows as could come, so the host waits for nothing. Each rank's sum of a token is rounded once more than an exchange
+    does.
     """
 
-    def __init__(self, ep: Collectives):
-        self._ep = ep
-
-    def compute(self, x: Tensor, routes: Routes, compute: Compute) -> Tensor:
-        all_x, all_weights = (apply(Crossing, own, self._gathered, self._summed) for own in (x, routes.weights))
-        num_here = len(routes.counts) // self._ep.axis.size
-        rows = _RowsHere.among(self._gathered(routes.experts) - self._ep.axis.rank * num_here, num_here)
-        weights = all_weights.flatten()[rows.order].masked_fill(rows.is_foreign, 0)
-        out = compute(apply(Crossing, all_x, rows.spread, rows.join), weights, rows.counts)
-        return apply(Crossing, apply(Crossing, out, rows.join, rows.spread), self._summed, self._gathered)
-
-    def _gathered(self, x: Tensor) -> Tensor:
+    def gathered(x: Tensor) -> Tensor:
         """Return the tokens of all ranks, in their order."""
-        return self._ep.gather(x.reshape(-1)).view(-1, *x.shape[1:])
+        return ep.gather(x.reshape(-1)).view(-1, *x.shape[1:])
 
-    def _summed(self, x: Tensor) -> Tensor:
+    def summed(x: Tensor) -> Tensor:
         """Return this rank's tokens of the ranks' sum."""
-        return self._ep.sum_parts(x.reshape(self._ep.axis.size, -1)).view(-1, *x.shape[1:])
+        return ep.sum_parts(x.reshape(ep.axis.size, -1)).view(-1, *x.shape[1:])
+
+    all_x, all_weights = (apply(Crossing, own, gathered, summed) for own in (x, routes.weights))
+    num_here = len(routes.counts) // ep.axis.size
+    rows = _RowsHere.among(gathered(routes.experts) - ep.axis.rank * num_here, num_here)
+    weights = all_weights.flatten()[rows.order].masked_fill(rows.is_foreign, 0)
+    out = compute(apply(Crossing, all_x, rows.spread, rows.join), weights, rows.counts)
+    return apply(Crossing, apply(Crossing, out, rows.join, rows.spread), summed, gathered)
 
 
 @dataclass(frozen=True, slots=True)
