@@ -141,8 +141,7 @@ def run_evaluate(arguments: argparse.Namespace) -> Iterator[str]:
         result = evaluate(model, Path(prefix), stride, seq_len, arguments.max_tokens, arguments.progress)
         facts = {
             "model": str(source.path), "data": str(prefix), "dtype": dtype, "seq_len": seq_len,
-            "stride": stride, "targets": result.targets, "nats_per_token": result.nats_per_token,
-            "perplexity": result.perplexity, "bits_per_byte": result.bits_per_byte,
+            "stride": stride, **result._asdict(),
         }  # fmt: skip
         all_facts.append({"set": name, **facts} if name else facts)
         bits = "" if result.bits_per_byte is None else f", {result.bits_per_byte:.4f} bits a byte"

@@ -7,9 +7,8 @@ github.com/EleutherAI/lm-evaluation-harness; the extra `harness` installs it.
 import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,25 +29,13 @@ _TOKENS = 16_384  # tokens in one forward; a longer window has a forward of its 
 _STRETCH = 2**22  # tokens that are searched at a time for ids that the model lacks
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluation:
+class Evaluation(NamedTuple):
     """Cross entropy over a token file, or its beginning."""
 
-    nats: float  # cross entropy, summed over the targets
     targets: int
-    text_bytes: int | None  # bytes of the tokens' text, if the manifest of the data has them and the file is read whole
-
-    @property
-    def nats_per_token(self) -> float:
-        return self.nats / self.targets
-
-    @property
-    def perplexity(self) -> float:
-        return math.exp(self.nats_per_token) if self.nats_per_token < 700 else math.inf  # exp(710) overflows FP64
-
-    @property
-    def bits_per_byte(self) -> float | None:
-        return None if not self.text_bytes else self.nats / math.log(2) / self.text_bytes
+    nats_per_token: float
+    perplexity: float
+    bits_per_byte: float | None  # of text, if the manifest of the data has its bytes and the file is read whole
 
 
 def evaluate(
@@ -88,7 +75,9 @@ def evaluate(
             targets += counted
             progress.advance(counted)
     text_bytes = _text_bytes(prefix) if stop == len(tokens) else None
-    return Evaluation(nats=nats, targets=targets, text_bytes=text_bytes)
+    mean = nats / targets
+    perplexity = math.exp(mean) if mean < 700 else math.inf  # exp(710) overflows FP64
+    return Evaluation(targets, mean, perplexity, nats / math.log(2) / text_bytes if text_bytes else None)
 
 
 def _batches(tokens: FileArray, stop: int, seq_len: int, stride: int) -> Iterator[NDArray[np.int64]]:

@@ -50,7 +50,7 @@ def test_each_token_counts_once_and_sees_what_the_rule_says(num_tokens, stride, 
         want += float(F.cross_entropy(logits, tokens[target]))
     result = evaluate(model, prefix, stride, SEQ_LEN)
     assert result.targets == num_tokens - 1
-    assert result.nats == pytest.approx(want, rel=1e-6)
+    assert result.nats_per_token == pytest.approx(want / (num_tokens - 1), rel=1e-6)
     assert result.perplexity == pytest.approx(math.exp(want / (num_tokens - 1)), rel=1e-5)
     assert result.bits_per_byte is None
 
@@ -63,7 +63,7 @@ def test_a_forward_takes_no_more_tokens_than_its_bound_but_one_window(bound, lar
     result = evaluate(model, prefix, 5, 8)
     assert max(taken) == largest
     short = own_model(LLAMA.model_copy(update={"seq_len": 8}))
-    assert result.nats == pytest.approx(evaluate(short, prefix, 5, 8).nats, rel=1e-6)
+    assert result.nats_per_token == pytest.approx(evaluate(short, prefix, 5, 8).nats_per_token, rel=1e-6)
 
 
 def test_the_beginning_of_a_file_is_evaluated_alone_and_bits_are_by_byte(tmp_path):
@@ -76,7 +76,8 @@ def test_the_beginning_of_a_file_is_evaluated_alone_and_bits_are_by_byte(tmp_pat
     (tmp_path / "cut").mkdir()
     with token_file_writer(tmp_path / "cut/held", VOCAB) as writer:
         writer.add(np.fromfile(prefix.with_name("held.bin"), "<u2")[:100].astype(np.int64))
-    assert (first.nats, first.targets) == (evaluate(model, tmp_path / "cut/held", 13, SEQ_LEN).nats, 99)
+    assert first.targets == 99
+    assert first.nats_per_token == evaluate(model, tmp_path / "cut/held", 13, SEQ_LEN).nats_per_token
     model.head.weight.zero_()  # it knows nothing
     result = evaluate(model, prefix, SEQ_LEN, SEQ_LEN, 1000)
     assert result.targets == 299
