@@ -21,4 +21,4 @@ def read_table(path: Path) -> dict[str, Any]:
 
 
 def write_table(path: Path, table: Mapping[str, Any]) -> None:
-    write_text(path, json.dumps(table, indent=1, ensure_ascii=False) + "\n")
+    write_text(path, json.dumps(table, indent=2, ensure_ascii=False) + "\n")
