@@ -7,7 +7,6 @@ over a data-parallel axis of one rank, which also holds weights in half and cast
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,82 +15,37 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megamix.comm.topology import Topology
-from megamix.config import ParallelismConfig, resized
+from megamix.config import ParallelismConfig, axis_sizes
 from megamix.data.loader import Batch
-from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.settings import Sharding
 from megamix.model.decoder import Decoder
-from megamix.parallel.build import build_model, drawn
+from megamix.parallel.build import ModelPart
 from megamix.parallel.micro_batch_runner import MicroBatch
-from megamix.parallel.pipeline_parallel import SCHEDULES, Pipeline
-from megamix.parallel.stages import Stage, StagePlan, keep_layers, plan_stages
+from megamix.parallel.pipeline_parallel import SCHEDULES
+from megamix.parallel.stages import Stage, keep_layers, plan_stages
 from megamix.tools.bench.sides import SEED, Autocast, Ours, Work, make_engine, make_model, shard_fully
 
 SCHEDULE = "1f1b"
 
 
-def _make_part(
-    work: Work, topology: Topology, stages: Sequence[StagePlan] = (), *, sequence_parallel: bool = False
-) -> ShardedEngine:
-    """Return the engine of this rank's part of the model, which has the weights that make_model has."""
-    cpu = torch.device("cpu")
-    keys = resized(ParallelismConfig(), tp=topology.tp.size, cp=topology.cp.size)
-    keys["tensor"] = keys["tensor"] and keys["tensor"].model_copy(update={"sequence_parallel": sequence_parallel})
-    model, placements = build_model(work.model, ParallelismConfig(**keys), topology, cpu, stages)
-    sharding = Sharding(units=[*model.blocks], topology=topology, placements=placements)
-    return make_engine(work, model, sharding, drawn(model, SEED))
+class OursDivided(Ours):
+    """megamix on ranks of this mesh, which share their sequences. `tables`: of [parallelism]."""
 
-
-class OursTensorParallel(Ours):
-    """megamix with every rank in one tensor-parallel axis."""
-
-    def __init__(self, work: Work, *, sequence_parallel: bool = True):
-        topology = Topology.connect(tp=dist.get_world_size())
-        self.engine = _make_part(work, topology, sequence_parallel=sequence_parallel)
-
-
-class OursPipeline(Ours):
-    """megamix with one stage on each rank."""
-
-    def __init__(self, work: Work):
-        topology = Topology.connect(pp=dist.get_world_size())
-        stages = plan_stages(work.model, topology.pp.size, 1)
-        self.engine = _make_part(work, topology, stages)
-        model = self.engine.module
-        assert isinstance(model, Decoder)
-        self._pipeline = Pipeline(self.engine, model, stages, SCHEDULE, work.micro_batch_size)
+    def __init__(self, work: Work, **tables: Any):
+        section = ParallelismConfig(**tables)
+        topology = Topology.connect(**axis_sizes(section))
+        part = ModelPart(work.model, section, None, topology, torch.device("cpu"))
+        sharding = Sharding(units=[*part.module.blocks], topology=topology, placements=part.placements)
+        self.engine = make_engine(work, part.module, sharding, part.first_weights(SEED, packed=False))
+        self._runner = part.runner(self.engine, work.micro_batch_size)
         self.micro_batches = work.micro_batches
 
     def forward_backward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        parts = zip(tokens.chunk(self.micro_batches), targets.chunk(self.micro_batches), strict=True)
-        self._pipeline.forward_backward(MicroBatch(Batch(*part, None, part[1].numel())) for part in parts)
-        return self.engine.progress.loss_sum / self.micro_batches
-
-
-class OursContextParallel(Ours):
-    """megamix with every rank in one context-parallel axis."""
-
-    def __init__(self, work: Work):
-        self.engine = _make_part(work, Topology.connect(cp=dist.get_world_size()))
-
-    def _pass(self, tokens: Tensor, targets: Tensor, *, last: bool) -> Tensor:
-        return _mean_of_ranks(super()._pass(tokens, targets, last=last))
-
-
-class OursOfOwnSequences(Ours):
-    """megamix with data-parallel ranks, each with its part of the shared sequences."""
-
-    def __init__(self, work: Work):
-        self.engine = _make_part(work, Topology.connect())
-
-    def _pass(self, tokens: Tensor, targets: Tensor, *, last: bool) -> Tensor:
-        own = (x.chunk(dist.get_world_size())[dist.get_rank()] for x in (tokens, targets))
-        return _mean_of_ranks(super()._pass(*own, last=last))
-
-
-def _mean_of_ranks(loss: Tensor) -> Tensor:
-    dist.all_reduce(loss)
-    return loss / dist.get_world_size()
+        dp, parts = self.engine.topology.dp, self.engine.topology.parts
+        own = (x.chunk(dp.size)[dp.rank].chunk(self.micro_batches) for x in (tokens, targets))
+        batches = (Batch(*pair, None, pair[1].numel()) for pair in zip(*own, strict=True))
+        self._runner.forward_backward(map(MicroBatch, batches))
+        return self.engine.progress.loss_sum * parts.size / self.micro_batches
 
 
 class TorchTensorParallel(Autocast):

@@ -8,14 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
-from megamix.tools.bench.layout_sides import (
-    OursContextParallel,
-    OursOfOwnSequences,
-    OursPipeline,
-    OursTensorParallel,
-    TorchPipeline,
-    TorchTensorParallel,
-)
+from megamix.tools.bench.layout_sides import SCHEDULE, OursDivided, TorchPipeline, TorchTensorParallel
 from megamix.tools.bench.ranks import Settings, Side, TrainRank, Turn, ranks_of, take_turns
 from megamix.tools.bench.report import Goal, Result, Spread, paired_ratio, progress, show
 from megamix.tools.bench.sides import GPT_12M, SIDES, Work, how_multiplied
@@ -41,20 +34,22 @@ class LayoutBench:
 LAYOUTS = {
     "tp2": LayoutBench(
         work=replace(UNTIED, micro_batch_size=4),
-        ours=Side("ours", OursTensorParallel),
+        ours=Side("ours", partial(OursDivided, tensor={"size": 2})),
         peers=[Side("autocast", TorchTensorParallel), Side("fully_shard", partial(TorchTensorParallel, sharded=True))],
-        others=[Side("ours, whole positions", partial(OursTensorParallel, sequence_parallel=False))],
+        others=[
+            Side("ours, whole positions", partial(OursDivided, tensor={"size": 2, "sequence_parallel": False})),
+        ],
     ),
     "pp2": LayoutBench(
         work=replace(UNTIED, micro_batch_size=2, micro_batches=4),
-        ours=Side("ours", OursPipeline),
+        ours=Side("ours", partial(OursDivided, pipeline={"size": 2, "schedule": SCHEDULE})),
         peers=[Side("autocast", TorchPipeline), Side("fully_shard", partial(TorchPipeline, sharded=True))],
     ),
     # torch's own context parallelism needs a GPU's kernels, so data-parallel ranks with as many tokens stand for it.
     "cp2": LayoutBench(
         work=replace(UNTIED, model=UNTIED.model.model_copy(update={"seq_len": 2048}), micro_batch_size=2),
-        ours=Side("ours", OursContextParallel),
-        peers=[Side("dp2", OursOfOwnSequences)],
+        ours=Side("ours", partial(OursDivided, context={"size": 2})),
+        peers=[Side("dp2", OursDivided)],
         beside="data-parallel ranks",
         least=0.91,
     ),
