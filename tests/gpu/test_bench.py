@@ -111,7 +111,7 @@ def _sides_of_an_old_card():
         for build in (Ours, plain):
             rank = ranks.TrainRank(ranks.Side("", build), replace(WORK, device="cuda"))
             losses = rank.losses(3)
-            side = rank._built()
+            side = rank.engine
             trained.append((side.engine.buckets[0].params.dtype if build is Ours else side._dtype, losses))
         assert side._scaler.is_enabled()
         return trained

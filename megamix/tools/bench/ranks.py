@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -128,20 +128,23 @@ class TrainRank:
         self._rank = dist.get_rank() if dist.is_initialized() and not work.shared else 0
         self._step = 0
         self._optimizer_s = self._optimizer_cpu_s = 0.0
-        self._engine: Engine | None = None
+
+    @cached_property
+    def engine(self) -> Engine:
+        return self._side.build(self._work)
 
     def turn(self) -> Turn:
         """Take the steps of a turn, after its warm-up steps."""
-        engine, on_gpu = self._built(), self._work.device == "cuda"
+        engine, on_gpu = self.engine, self._work.device == "cuda"
         wait: Callable[[], object] = torch.cuda.synchronize if on_gpu else list
         for _ in range(self._side.warm_up_steps):
-            self._train_step(engine)
+            self._train_step()
         engine.details_ms()
         wait()
         self._optimizer_s = self._optimizer_cpu_s = 0.0
         start_s, start_cpu_s = time.perf_counter(), time.process_time()
         for _ in range(self._side.steps):
-            self._train_step(engine)
+            self._train_step()
         wait()
         seconds, cpu_s = time.perf_counter() - start_s, time.process_time() - start_cpu_s
         details = {name: value / self._side.steps for name, value in engine.details_ms().items()}
@@ -163,9 +166,8 @@ class TrainRank:
 
     def losses(self, steps: int) -> list[float]:
         """Take steps and return this rank's loss of each."""
-        engine = self._built()
-        losses = [self._train_step(engine).item() for _ in range(steps)]
-        engine.finish()
+        losses = [self._train_step().item() for _ in range(steps)]
+        self.engine.finish()
         return losses
 
     def peak_live_bytes(self, steps: int) -> int:
@@ -177,12 +179,7 @@ class TrainRank:
         peak: int = tracker.peak_bytes
         return peak
 
-    def _built(self) -> Engine:
-        if self._engine is None:
-            self._engine = self._side.build(self._work)
-        return self._engine
-
-    def _train_step(self, engine: Engine) -> Tensor:
+    def _train_step(self) -> Tensor:
         """Train one step. Nothing makes the host wait for a GPU, as nothing does in a job."""
         model = self._work.model
         generator = torch.Generator().manual_seed(1000 * self._step + self._rank)
@@ -190,9 +187,9 @@ class TrainRank:
         samples = torch.randint(model.vocab_size, shape, generator=generator, device="cpu")
         if self._work.device == "cuda":
             samples = samples.pin_memory().to("cuda", non_blocking=True)
-        loss = engine.forward_backward(samples[:, :-1], samples[:, 1:])
+        loss = self.engine.forward_backward(samples[:, :-1], samples[:, 1:])
         start_s, start_cpu_s = time.perf_counter(), time.process_time()
-        engine.optimize()
+        self.engine.optimize()
         self._optimizer_s += time.perf_counter() - start_s
         self._optimizer_cpu_s += time.process_time() - start_cpu_s
         self._step += 1

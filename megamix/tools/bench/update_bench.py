@@ -14,23 +14,18 @@ from typing import Any
 
 import torch
 
-from megamix.comm.collectives import Collectives
-from megamix.comm.topology import Axis, Topology
 from megamix.config import ModelConfig
 from megamix.mixed_precision.adamw import AdamW
-from megamix.mixed_precision.bucket import make_buckets
 from megamix.mixed_precision.census import take_census
-from megamix.mixed_precision.flat_layout import build_layout
 from megamix.mixed_precision.fused_update import choose_kernels
 from megamix.mixed_precision.grad_stats import stats_by_piece
 from megamix.mixed_precision.row_stats import RowStats
-from megamix.mixed_precision.settings import Precision, Sharding
+from megamix.mixed_precision.settings import Sharding
 from megamix.mixed_precision.update_slice import Kernel, StepScalars
 from megamix.model.family import parameter_count
-from megamix.model.transformer import Transformer
 from megamix.tools.bench.ranks import Settings, Side, rotated, seconds_of, start_ranks, take_turns
 from megamix.tools.bench.report import Goal, Result, paired_ratio, progress, rounds_told, show
-from megamix.tools.bench.sides import ByHand, Ours, Work
+from megamix.tools.bench.sides import ByHand, Ours, Work, make_engine, make_model
 
 GPT_20M = ModelConfig(vocab_size=1536, seq_len=256, hidden_size=512, num_layers=6, num_heads=8)
 ADAMW = AdamW(lr=1e-4)
@@ -64,29 +59,23 @@ def update_bytes(optimizer: AdamW) -> int:
 class UpdateRank:
     """Tensors of a step and every variant that works on them.
 
-    The update is of the parameters of the work's model in the engine's default buckets, on one rank and on torch's
-    default device. `calls`: timed calls of each variant in a round.
+    The update is of the parameters of the work's model in the engine's default buckets, on one rank. `calls`: timed
+    calls of each variant in a round.
     """
 
     def __init__(self, work: Work, optimizer: AdamW = ADAMW, calls: int = 5):
-        self._calls, device = calls, torch.get_default_device()
-        self._optimizer, alone = optimizer, Collectives(Axis())
-        with torch.device("meta"):
-            described = Transformer(work.model)
-        census = take_census(described, self._optimizer, Topology(), Sharding())
-        self._groups = census.groups
-        self.layout = build_layout(census.specs, [1])
-        self._buckets = make_buckets(self.layout, [alone], self._groups, Precision(work.half), Sharding(), device)
+        uncompiled, sharding = replace(work, compile_update=False), Sharding()
+        engine = make_engine(uncompiled, make_model(work), sharding, optimizer=partial(replace, optimizer))
+        self._calls, self._optimizer = calls, optimizer
+        self._groups = take_census(engine.module, optimizer, engine.topology, sharding).groups
+        self._buckets, self.layout = engine.buckets, engine.plan.layout
         torch.manual_seed(0)
         for bucket in self._buckets:
-            bucket.params = torch.zeros(bucket.plan.padded_numel, dtype=work.half)
-            bucket.param_shard = bucket.params
-            bucket.make_grads()
             bucket.grads.normal_(0, 1e-2)  # far from the subnormal numbers, which take a CPU many times as long
         count = torch.tensor(10.0)
         self._scalars = StepScalars(torch.tensor(0.5), torch.tensor(False), torch.tensor(1e-4), count)
 
-        choose = partial(choose_kernels, self._optimizer, self._groups, self._buckets, alone)
+        choose = partial(choose_kernels, optimizer, self._groups, self._buckets, engine.world)
         self.variants = dict[str, Callable[[], object]]()
         for kernels in (choose(work.compile_update), choose(False)):
             update, stats = (COMPILED, STATS) if kernels.path == "compiled" else (LIBRARY, LIBRARY_STATS)

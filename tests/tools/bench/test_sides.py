@@ -74,7 +74,7 @@ def _turns():
     ours = TrainRank(Side("ours", Ours, steps=2), WORK)
     alone = TrainRank(Side("alone", ForwardBackward, steps=2, warm_up_steps=0), WORK)
     turns = [ours.turn(), alone.turn()]
-    grads = {param.grad for param in alone._built().model.parameters()}
+    grads = {param.grad for param in alone.engine.model.parameters()}
     return [*turns, ours._step, alone._step, grads]
 
 
@@ -95,7 +95,7 @@ def _under_way():
     """Return the number of gathers that nobody has awaited yet: after a step, and after a turn."""
     rank = TrainRank(Side("ours", Ours), WORK)
     with late_gathers() as begun:
-        rank._train_step(rank._built())
+        rank._train_step()
         after_step = sum(not gather.done for gather in begun)
         rank.turn()
     return after_step, sum(not gather.done for gather in begun)
