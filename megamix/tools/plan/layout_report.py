@@ -85,16 +85,16 @@ def fastest(search: LayoutSearch, gpus: int, wanted: int) -> Iterator[tuple[Time
     """Yield the fastest layouts that fit, with the traced peak of each. Those that do not fit are replaced by slower
     ones of the same mesh.
     """
-    from megamix.tools.plan.memory_plan import plan_memory  # imports torch, which takes seconds
+    from megamix.tools.plan.memory_plan import optimizer_of, plan_memory  # imports torch, which takes seconds
 
-    queue, seen = search.layouts(gpus), set[str]()
+    queue, seen, optimizer = search.layouts(gpus), set[str](), optimizer_of(search.config)
     while queue and wanted:
         layout = queue.pop(0)
         text = mesh_text(layout.config)
         if text in seen or _problems(layout):
             continue
         seen.add(text)
-        peak = plan_memory(layout.config, layout.job.dp, "gpu", search.optimizer).peak
+        peak = plan_memory(layout.config, layout.job.dp, "gpu", optimizer).peak
         if peak <= search.limit:
             wanted -= 1
             yield layout, peak

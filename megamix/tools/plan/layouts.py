@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 from megamix.config import Config, FirstLayers, ParallelismConfig, PipelineConfig, axis_sizes, ranks_along, resized
 from megamix.tools.plan.least_memory import LeastMemory
@@ -15,9 +15,6 @@ from megamix.tools.plan.time_hardware import Hardware
 from megamix.tools.plan.time_job import timed_job
 from megamix.tools.plan.time_model import StepTime, step_time
 from megamix.tools.plan.time_work import TimedJob
-
-if TYPE_CHECKING:
-    from megamix.mixed_precision.optimizers import Optimizer
 
 # Positions of a sequence on each context-parallel rank, at least: the model hides none of their traffic.
 LEAST_POSITIONS = 4096
@@ -76,13 +73,6 @@ class LayoutSearch:
     def _batch(self) -> int:
         """Sequences that every global batch of the job is a multiple of."""
         return math.gcd(*(size for _, size in self.config.pace.sizes))
-
-    @cached_property
-    def optimizer(self) -> Optimizer:
-        """Return the optimizer of all layouts. It imports torch."""
-        from megamix.tools.plan.memory_plan import optimizer_of
-
-        return optimizer_of(self.config)
 
     def _fitting(self, mesh: dict[str, Any]) -> Iterator[TimedLayout]:
         """Yield the layouts of a mesh. Larger micro-batches are tried until they cost time or memory."""
