@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from megamix.arguments import print_lines
 from megamix.config import ConfigError
 from megamix.machine import set_torch_environment
 from megamix.progress import ProgressLine
+from megamix.supervise.console import say
 from megamix.tools.bench.host_bench import host
 from megamix.tools.bench.ranks import Settings
 from megamix.tools.bench.report import Result, append_line, describe_machine, machine_line, progress
@@ -86,14 +86,15 @@ def report(benches: Mapping[str, tuple[Bench, Settings]], output: Path, *, as_js
         def tell(name: str = name, **figures: Any) -> None:
             write(json.dumps({"bench": name, **figures}))
 
-        def write(line: str) -> bool:
+        def write(line: str) -> None:
             append_line(output, line)
-            return not as_json or print_lines(iter([line]))
+            if as_json:
+                say(line)
 
         machine = describe_machine(settings.card)  # before the bench, so that the load is that of other programs
         tell(machine=machine, settings=settings.described())
         with ProgressLine("megamix bench"):
             result = bench(replace(settings, tell=tell))
-        page = [] if as_json else [f"{result.text()}\n{machine_line(machine)}\n"]
-        if not (write(result.json_line(machine)) and print_lines(iter(page))):
-            return
+        write(result.json_line(machine))
+        if not as_json:
+            say(f"{result.text()}\n{machine_line(machine)}\n")

@@ -172,17 +172,14 @@ def host(settings: Settings, layers: int = 48, width: int = 32, steps: int = 5) 
 
 def _rows(case: str, measured: HostCase) -> Iterator[tuple[str, ...]]:
     for side, cpu_ms in measured.cpu_ms.items():
-        over = measured.over(side)
-        a_tensor = [1e3 * ms / measured.tensors for ms in over]
-        of_ddp = paired_ratio(over, measured.over(DDP)) if DDP in measured.cpu_ms else None
-        yield (
-            f"{case}, {measured.tensors} tensors: {side}",
-            show(cpu_ms, 1),
-            "" if side == BARE else show(over, 1),
-            "" if side == BARE else show(a_tensor, 1),
-            "" if side == BARE or of_ddp is None else show(of_ddp, 2),
-            str(measured.first[side].graphs),
+        over, of_ddp = measured.over(side), measured.over(DDP)
+        beyond = (
+            show(over, 1),
+            show([1e3 * ms / measured.tensors for ms in over], 1),
+            show(paired_ratio(over, of_ddp), 2),
         )
+        title, graphs = f"{case}, {measured.tensors} tensors: {side}", str(measured.first[side].graphs)
+        yield title, show(cpu_ms, 1), *(("", "", "") if side == BARE else beyond), graphs
 
 
 def a_further(measured: Mapping[str, HostCase], side: str) -> dict[str, list[float]]:

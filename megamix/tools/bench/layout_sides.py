@@ -95,11 +95,10 @@ class TorchPipeline(Autocast):
         stage = dist.pipelining.PipelineStage(
             part, rank, dist.get_world_size(), torch.device("cpu"), group=mesh["pp"].get_group()
         )
-        self._schedule = SCHEDULES[SCHEDULE](stage, work.micro_batches, self._mean, scale_grads=False)
+        count = work.micro_batches
+        # Cheaper than dividing the gradients, as the schedule would.
+        self._schedule = SCHEDULES[SCHEDULE](stage, count, lambda loss, _: loss / count, scale_grads=False)
         return part
-
-    def _mean(self, loss: Tensor, targets: Tensor) -> Tensor:
-        return loss / self.micro_batches  # cheaper than dividing the gradients, as the schedule would
 
     def forward_backward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         losses = list[Tensor]()
