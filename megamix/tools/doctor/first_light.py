@@ -78,26 +78,27 @@ class LightResults:
 
     def __init__(self, folder: Path, anew: Sequence[str]) -> None:
         """Begin with what the folder has of other parts than those that run `anew`."""
-        self.folder, self.rows = folder, list[dict[str, Any]]()
+        self.folder = folder
         self._begun_s, self._lock = time.monotonic(), threading.Lock()
         names = {socket.gethostname(), Path.home().name} - {"root", ""}
         self._own = re.compile(rf"\b({'|'.join(map(re.escape, names))})\b")
-        with contextlib.suppress(FileNotFoundError):  # of an earlier run with other parts
-            kept = map(json.loads, (folder / RESULTS).read_text().splitlines())
-            self.rows = [row for row in kept if row["part"] not in anew]
-        (folder / RESULTS).write_text("".join(f"{json.dumps(row)}\n" for row in self.rows))
+        (folder / RESULTS).touch()  # it may have rows of an earlier run with other parts
+        kept = (json.dumps(row) + "\n" for row in self._rows() if row["part"] not in anew)
+        (folder / RESULTS).write_text("".join(kept))
+
+    def _rows(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.folder / RESULTS).read_text().splitlines()]
 
     def add(self, part: str, row: Mapping[str, Any]) -> None:
         """Keep a row at once."""
         text = json.dumps({"at_s": round(time.monotonic() - self._begun_s, 1), "part": part, **row})
         text = _PATH.sub("", self._own.sub("...", text))
         with self._lock, (self.folder / RESULTS).open("a") as file:
-            self.rows.append(json.loads(text))
             file.write(text + "\n")
 
     def write_page(self) -> str:
         """Write the page of the rows so far, and return it."""
-        text = "\n".join(page(self.rows)) + "\n"
+        text = "\n".join(page(self._rows())) + "\n"
         (self.folder / PAGE).write_text(text)
         return text
 

@@ -135,17 +135,13 @@ def _run(
     """
     process, lines = start(arguments, Path(), sys.stderr, NPROC_PER_NODE="1"), [""]
     assert process.stdout is not None
-    try:
-        for line in process.stdout:
-            lines.append(line.decode(errors="replace").rstrip())
-            print(lines[-1], flush=True)
-            if until and re.search(until, lines[-1]):
-                end_tree(process.pid) if number == signal.SIGKILL else process.send_signal(number)
-                until = ""
-        status = process.wait()
-    finally:
-        if process.poll() is None:
-            end_tree(process.pid)
+    for line in process.stdout:
+        lines.append(line.decode(errors="replace").rstrip())
+        print(lines[-1], flush=True)
+        if until and re.search(until, lines[-1]):
+            end_tree(process.pid) if number == signal.SIGKILL else process.send_signal(number)
+            until = ""
+    status = process.wait()
     return found("job", f"status {status}, {lines[-1]}", status != right, of=what), lines
 
 
