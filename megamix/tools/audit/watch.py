@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 from bisect import bisect_right, insort
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, TypeVar
 from unittest import mock
 
@@ -139,8 +139,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no
         facts.count(**counted, looked_at=grad.numel())
 
 
-@contextmanager
-def losses_told(watch: Watch) -> Iterator[None]:
+def losses_told(watch: Watch) -> AbstractContextManager[object]:
     """Keep the losses of the last backward pass of the block in `watch.losses`."""
     backward = torch.autograd.backward
 
@@ -150,8 +149,7 @@ def losses_told(watch: Watch) -> Iterator[None]:
             watch.losses = [one.detach() for one in tensors_in(tensors)]
         backward(tensors, *args, **kwargs)
 
-    with mock.patch.object(torch.autograd, "backward", run):
-        yield
+    return mock.patch.object(torch.autograd, "backward", run)
 
 
 def flushed(values: Tensor, dtype: torch.dtype) -> Tensor | None:
