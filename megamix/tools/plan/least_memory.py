@@ -34,17 +34,26 @@ class LeastMemory:
             self._held += self._half * sizes.rank_params(config.model, divided, ranks_along(ranks, "ep"))
 
     def peak(self) -> int:
-        """Return the bytes with the configured `recompute`; in a pipeline some first layers count as all."""
-        recompute = self._model.recompute
-        if not isinstance(recompute, FirstLayers):
-            return self.of(recompute)
-        return self.of("full") if self._pp else self._whole(sizes.num_repeated(self._model), "none")
+        """Return the bytes with the configured `recompute`."""
+        return self.of(self._model.recompute)
 
-    def of(self, recompute: str) -> int:
-        """Return the bytes with a word of `recompute`."""
+    def of(self, recompute: str | FirstLayers) -> int:
+        """Return the bytes with that `recompute`; in a pipeline some first layers count as all.
+
+        Without a pipeline they are those at the end of forward, or while backward computes the last block.
+        """
+        model, ranks, others = self._model, self._ranks, recompute
+        if isinstance(recompute, FirstLayers):
+            others = "full" if self._pp else "none"
         if self._pp is not None:
-            return int(self._held + self._in_pipeline(self._pp, self._kept(recompute)))
-        return self._whole(self._model.num_layers if recompute == "full" else 0, recompute)
+            return int(self._held + self._in_pipeline(self._pp, self._kept(others)))
+        full = sizes.num_repeated(model.model_copy(update={"recompute": recompute}))
+        table = model.vocab_size * model.hidden_size / self._tp
+        beside = FP32 * table + (self._half * table if ranks.shard == "parameters" else 0)
+        if full == model.num_layers:
+            beside = max(beside, self._kept("selective") - self._kept("full"))
+        kept = full * self._kept("full") + (model.num_layers - full) * self._kept(others)
+        return int(self._held + kept + beside)
 
     def fewest_first(self, limit: int) -> int | None:
         """Return how many first layers must be computed again to keep to `limit` bytes; None if all are too few."""
@@ -52,19 +61,6 @@ class LeastMemory:
             return None
         saved = self._kept("none") - self._kept("full")
         return min(self._model.num_layers, max(1, ceil((self.of("none") - limit) / saved)))
-
-    def _whole(self, full: int, others: str) -> int:
-        """Return the bytes without a pipeline: at the end of forward, or while backward computes the last block.
-
-        `full`: layers that backward computes again as a whole. `others`: the word of `recompute` for the rest.
-        """
-        model, ranks = self._model, self._ranks
-        table = model.vocab_size * model.hidden_size / self._tp
-        beside = FP32 * table + (self._half * table if ranks.shard == "parameters" else 0)
-        if full == model.num_layers:
-            beside = max(beside, self._kept("selective") - self._kept("full"))
-        kept = full * self._kept("full") + (model.num_layers - full) * self._kept(others)
-        return int(self._held + kept + beside)
 
     def _in_pipeline(self, pipeline: PipelineConfig, kept: float) -> float:
         """Return the bytes of the first rank's activations and buffers. `kept`: of a layer."""
