@@ -54,8 +54,10 @@ class LeastHeld:
         except ValueError as error:
             raise ConfigError([str(error)], "job") from None
 
-    def by_category(self, world_size: int) -> dict[str, float]:
-        """Return the bytes by category as in `MemoryPlan.held`. If ranks hold different amounts, they are the mean."""
+    def by_category(self, world_size: int, *, grads_stay: bool = False) -> dict[str, float]:
+        """Return the bytes by category as in `MemoryPlan.held`. If ranks hold different amounts, they are the mean.
+        `grads_stay`: gradients count with any `shard`, as a step keeps them from micro-batch to micro-batch.
+        """
         section, optimizer, params = self.parallelism, self.optimizer.name, self.params
         own: Any = getattr(self.optimizer, optimizer)
         divided = ranks_along(section, "tp") * ranks_along(section, "pp")
@@ -70,7 +72,7 @@ class LeastHeld:
             states += sizes.table_params(built_in) / params  # AdamW's second moments
         return {
             "half parameters": 0 if section.shard == "parameters" else part * half,
-            "half gradients": part * grad * (section.shard == "states"),
+            "half gradients": part * grad * (grads_stay or section.shard == "states"),
             "FP32 masters": owned * 4,
             "FP32 average of the weights": owned * 4 if self.averages else 0,
             "optimizer states": owned * state * states,

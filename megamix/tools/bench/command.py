@@ -45,7 +45,4 @@ def run_bench(arguments: argparse.Namespace) -> None:
         raise ConfigError(problems, "flags")
     from megamix.tools.bench.benches import run
 
-    run(
-        arguments.layout or arguments.what, arguments.rounds, arguments.output, as_json=arguments.json,
-        device=arguments.device, size=arguments.size, sides=[name for name in arguments.sides.split(",") if name],
-    )  # fmt: skip
+    run(arguments)

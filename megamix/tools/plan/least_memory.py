@@ -28,10 +28,9 @@ class LeastMemory:
         self._kept_half = self._half / (1 if config.precision.fp8 is None else 2)
         averages = training.average is not None
         least = LeastHeld(config.model, config.optimizer, config.precision, ranks, averages=averages)
-        self._held = sum(least.by_category(dp_size * prod(axis_sizes(ranks).values())).values())
-        if ranks.shard != "states" and self._count > 1 and ranks.accumulate == "local":  # gradients stay whole, too
-            divided = self._tp * ranks_along(ranks, "pp")
-            self._held += self._half * sizes.rank_params(config.model, divided, ranks_along(ranks, "ep"))
+        grads_stay = self._count > 1 and ranks.accumulate == "local"
+        world_size = dp_size * prod(axis_sizes(ranks).values())
+        self._held = sum(least.by_category(world_size, grads_stay=grads_stay).values())
 
     def peak(self) -> int:
         """Return the bytes with the configured `recompute`."""
