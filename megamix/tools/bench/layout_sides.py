@@ -43,7 +43,7 @@ class OursDivided(Ours):
     def forward_backward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         dp, parts = self.engine.topology.dp, self.engine.topology.parts
         own = (x.chunk(dp.size)[dp.rank].chunk(self.micro_batches) for x in (tokens, targets))
-        batches = (Batch(*pair, None, pair[1].numel()) for pair in zip(*own, strict=True))
+        batches = (Batch(x, y, None, y.numel()) for x, y in zip(*own, strict=True))
         self._runner.forward_backward(map(MicroBatch, batches))
         return self.engine.progress.loss_sum * parts.size / self.micro_batches
 

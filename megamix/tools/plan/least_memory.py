@@ -41,9 +41,8 @@ class LeastMemory:
 
         Without a pipeline they are those at the end of forward, or while backward computes the last block.
         """
-        model, ranks, others = self._model, self._ranks, recompute
-        if isinstance(recompute, FirstLayers):
-            others = "full" if self._pp else "none"
+        model, ranks = self._model, self._ranks
+        others = ("full" if self._pp else "none") if isinstance(recompute, FirstLayers) else recompute
         if self._pp is not None:
             return int(self._held + self._in_pipeline(self._pp, self._kept(others)))
         full = sizes.num_repeated(model.model_copy(update={"recompute": recompute}))
