@@ -4,9 +4,8 @@ round at once, and one with all rounds.
 
 from __future__ import annotations
 
-import argparse
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -32,12 +31,16 @@ ON_GPUS = ("update", "train", "startup")  # benches that measure GPUs; the other
 Bench = Callable[[Settings], Result]
 
 
-def run(arguments: argparse.Namespace) -> None:
-    """Run what the flags of the verb name: a bench, a layout of `bench train`, or all. Each is reported and written as
-    soon as it is done. Raises: ConfigError.
+def run(
+    what: str, rounds: int, output: Path, *, as_json: bool = False, device: str | None = None,
+    size: str | None = None, sides: Sequence[str] = (),
+) -> None:  # fmt: skip
+    """Run `what`: a bench, a layout of `bench train`, or "all". Each is reported and written as soon as it is done.
+
+    `as_json`: the report is the lines of JSON. `device`: None for GPUs where they are and the bench measures them.
+    `size` and `sides`: of `bench train`, by names.
+    Raises: ConfigError.
     """
-    what, device, rounds = arguments.layout or arguments.what, arguments.device, arguments.rounds
-    sides = [name for name in arguments.sides.split(",") if name]
     cards = 0 if device == "cpu" else num_cards()
     on_gpus = ON_GPUS if cards else ()
     if device == "cuda" and (not on_gpus or what not in (*on_gpus, "all")):
@@ -57,9 +60,9 @@ def run(arguments: argparse.Namespace) -> None:
     chosen = {}
     for name, bench in benches.items():
         if what in (name, "all") and (name in on_gpus or device != "cuda"):
-            settings = _settings(name, cards if name in on_gpus else 0, arguments.size)
+            settings = _settings(name, cards if name in on_gpus else 0, size)
             chosen[name] = bench, replace(settings, rounds=rounds)
-    report(chosen, arguments.output, as_json=arguments.json)
+    report(chosen, output, as_json=as_json)
 
 
 def _settings(name: str, cards: int, size: str | None) -> Settings:

@@ -45,4 +45,7 @@ def run_bench(arguments: argparse.Namespace) -> None:
         raise ConfigError(problems, "flags")
     from megamix.tools.bench.benches import run
 
-    run(arguments)
+    run(
+        arguments.layout or arguments.what, arguments.rounds, arguments.output, as_json=arguments.json,
+        device=arguments.device, size=arguments.size, sides=[name for name in arguments.sides.split(",") if name],
+    )  # fmt: skip

@@ -76,7 +76,9 @@ def _layout_lines(config: Config, arguments: argparse.Namespace) -> Iterator[str
     if arguments.calibrate:
         constants = calibrate([_measured(path, hardware) for path in arguments.calibrate], before)
     search = LayoutSearch(config, hardware, constants, limit)
-    yield from layout_lines(search, before, f"{arguments.config.stem} on {name}", arguments)
+    title = f"{arguments.config.stem} on {name}"
+    told = before, arguments.progress, arguments.json, arguments.plot, title
+    yield from layout_lines(search, arguments.gpus, *told)
 
 
 def _with_rates(path: Path, base: Hardware) -> Hardware:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from bisect import insort
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from megamix.arguments import Failed
 from megamix.config import Config, FirstLayers, axis_key, check_world_size, ranks_along
 from megamix.config.checks import check_config
+from megamix.progress import ProgressLine
 from megamix.tools.plan.layouts import LayoutSearch, TimedLayout, mesh_text
 from megamix.tools.plan.time_band import time_band
 from megamix.tools.plan.time_constants import FittedConstants
@@ -38,13 +39,14 @@ TITLES = (
 
 
 def layout_lines(
-    search: LayoutSearch, before: FittedConstants, title: str, arguments: argparse.Namespace
-) -> Iterator[str]:
+    search: LayoutSearch, gpus: Sequence[int], before: FittedConstants, progress: ProgressLine, as_json: bool,
+    plot: Path | None = None, title: str = "",
+) -> Iterator[str]:  # fmt: skip
     """Yield the lines to print, as they become known; `Failed` for a number of GPUs without a layout.
 
-    `before`: the constants without runs of one's own. `title`: of the picture. `arguments`: the verb's.
+    `before`: the constants without runs of one's own. `plot`: a file for a picture of the fastest, of a kind by its
+    ending, with a `title`.
     """
-    gpus, as_json, plot, progress = arguments.gpus, arguments.json, arguments.plot, arguments.progress
     rows, wanted = dict[int, list[Row]](), ROWS if len(gpus) == 1 else ROWS_OF_SEVERAL
     progress.begin("tracing the memory of layouts", total=wanted * len(gpus))
     if not as_json:
