@@ -18,19 +18,21 @@ class HostNumbers:
 
     def __init__(self, shape: tuple[int, ...], device: torch.device):
         """Begin with zeros."""
-        on_gpu = device.type == "cuda"
-        self._tensor = torch.zeros(shape, dtype=torch.float64, device="cpu", pin_memory=on_gpu)
+        self._on_gpu = device.type == "cuda"
+        self._tensor = torch.zeros(shape, dtype=torch.float64, device="cpu", pin_memory=self._on_gpu)
         self._numbers = self._tensor.numpy()  # a view of the same memory
-        self._arrived = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]  # untyped in torch
+        self._arrived: torch.cuda.Event | None = None  # None: nothing is on its way
 
     def write(self, numbers: Tensor) -> None:
         """Start copying. Shapes: numbers FP64 (*shape)."""
         self._tensor.copy_(numbers, non_blocking=True)
-        if self._arrived is not None:
+        if self._on_gpu:
+            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]  # untyped in torch
             self._arrived.record()
 
     def read(self) -> Any:
         """Return NumPy's array of the numbers. Waits until they have arrived."""
         if self._arrived is not None:
             self._arrived.synchronize()
+            self._arrived = None
         return self._numbers

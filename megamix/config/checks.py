@@ -293,7 +293,7 @@ def _fp8(config: Any) -> Found:
 
 def _loss_scale(config: Any) -> Found:
     scale, name = config.precision.loss_scale, "precision.loss_scale"
-    if not hasattr(scale, "max_scale"):  # static or off
+    if not hasattr(scale, "max_scale"):  # static, off, or a plugin's
         return
     start, low, high = scale.init_scale, scale.min_scale or 0.0, scale.max_scale or 2.0**127
     if low > high:

@@ -15,9 +15,12 @@ def read_table(path: Path) -> dict[str, Any]:
         return {}
     refuse_pointer(path)
     try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{path} is no JSON table ({error}); copy it again") from error
+        table = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON ({error}); copy it again") from error
+    if not isinstance(table, dict):
+        raise ValueError(f"{path} holds no JSON table, but {type(table).__name__}; copy it again")
+    return table
 
 
 def write_table(path: Path, table: Mapping[str, Any]) -> None:

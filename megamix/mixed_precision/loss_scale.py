@@ -139,9 +139,8 @@ class DynamicLossScale(LossScale, DynamicSettings):
     _window_starts_at = 0  # clean steps
 
     def _may_grow(self) -> Tensor | bool:
-        # Not at max_scale: it would keep the scale but reset `patience`, as if the scale had never worked. Nor to inf,
-        # by a factor beyond 2.
-        return self.loss_scale < min(self.max_scale, 2 * LARGEST / self.growth_factor)
+        # Not at max_scale: it would keep the scale but reset `patience`, as if the scale had never worked.
+        return self.loss_scale < self.max_scale
 
     def _refill_(self, found_inf: Tensor, grow: Tensor, back_off: Tensor) -> None:
         self.patience.masked_fill_(~found_inf, self.hysteresis).masked_fill_(grow | back_off, 1)
@@ -160,6 +159,9 @@ class TorchLossScale(DynamicLossScale):
     hysteresis: int = field(default=1, init=False)
     min_scale: float = 0.0
     max_scale: float = LARGEST
+
+    def _may_grow(self) -> Tensor:
+        return torch.isfinite(self.loss_scale * self.growth_factor)
 
 
 @dataclass(eq=False)

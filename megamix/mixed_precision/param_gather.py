@@ -75,7 +75,7 @@ class ParamGather:
 
     def before_forward(self, given: object, module: nn.Module, output: object) -> None:
         # Without gradients `backward_pass` could not notice a read that no unit awaits, so wait for everything.
-        self.wait(self._needs[module] if torch.is_grad_enabled() else self.order)
+        self.wait(self._needs[module] if torch.is_grad_enabled() else [*self.under_way])
 
     def before_state_dict(self, *_: object) -> None:
         self.wait_all()

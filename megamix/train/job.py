@@ -74,7 +74,7 @@ class Job:
 def build(config: Config, run: Run, resume: Resume, corpus: JobCorpus, lines: Lines, files: ExitStack) -> Job:
     """Build all objects of a job on this rank. Every rank must call it. `files`: closes what is opened.
 
-    Nothing else but `JobEngine` reads the whole configuration.
+    Nothing else but engine.py reads the whole configuration.
     """
     ranks, topology, device = run.ranks, run.ranks.topology, run.ranks.device
     section, training, pace = config.parallelism, config.training, config.pace

@@ -376,9 +376,7 @@ def test_checks_on_unusable_values_are_left_out_and_all_others_told_at_once():
     assert sorted(line.split(":")[0].strip() for line in str(caught.value).splitlines()[1:]) == fields
 
 
-@pytest.mark.parametrize(
-    "file", sorted((Path(__file__).parents[2] / "configs").glob("*.toml")), ids=lambda file: file.stem
-)
+@pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.toml")), ids=lambda file: file.stem)
 def test_a_check_finds_each_key_that_it_reads_in_a_job_of_ours(file):
     """A check that fails on a whole job is passed over as if it were a plugin's, so a renamed key would disarm it."""
     job = load_config(file)

@@ -225,11 +225,11 @@ def test_of_odd_files_every_text_is_in_and_every_loss_is_told(odd, tmp_path, cap
     told = "\n".join(record.getMessage() for record in caplog.records)
     for why, those in PASSED_OVER.items():
         assert f"passed over {len(those)} files ({sum(map(len, those.values()))} bytes) {why}: " in told
-    assert "1 file (0 bytes) linked to nothing: z_broken.txt; name one by --input to have it read" in told
-    assert (
-        "2 files (25 bytes) beside Parquet or Arrow: README.md, z_records.jsonl; name one by --input to have it read"
-        in told
-    )
+    texts, tables = odd
+    fix = "; name one by --input to have it read"
+    assert f"1 file (0 bytes) linked to nothing: {texts}/z_broken.txt{fix}" in told
+    beside = f"{tables}/README.md, {tables}/z_records.jsonl"
+    assert f"2 files (25 bytes) beside Parquet or Arrow: {beside}{fix}" in told
     (line,) = (record.getMessage() for record in caplog.records if "JSON object" in record.getMessage())
     assert line.endswith("name them .jsonl to have their records read: z_objects.txt")
 

@@ -99,7 +99,7 @@ def input_corpus(paths: Sequence[str], split: str = "train", text_key: str = "te
     for why in dict.fromkeys(file.passed_over for file in unread):
         those = [file for file in unread if file.passed_over == why]
         size = sum(os.path.getsize(file.path) for file in those if os.path.exists(file.path))  # a link may be broken
-        told = f"{counted(len(those), 'file')} ({size:,} bytes) {why}: {first_few([file.name for file in those])}"
+        told = f"{counted(len(those), 'file')} ({size:,} bytes) {why}: {first_few([file.path for file in those])}"
         log.warning("--input: passed over %s; name one by --input to have it read, or told why not", told)
     lost = [file for file in unread if file.kind == "jsonl"]
     files += [replace(file, passed_over=f"{file.passed_over}; name it by --input, too") for file in lost]

@@ -81,8 +81,11 @@ class TokenizerChoice:
     def manifest(self) -> dict[str, Any]:
         if self.what in (TRAIN, BYTES):
             return {"tokenizer": self.what, "vocab_size": self.vocab_size}
-        path, tokenizer = Path(self.what), self.open_file()
-        if open_tokenizer(path).begin and not tokenizer.begin:
+        path = Path(self.what)
+        tokenizer = open_tokenizer(path, self.end_token)
+        begins = tokenizer.begin
+        tokenizer.begin_with(self.begin_token)
+        if begins and not tokenizer.begin:
             what = f"{path} begins a text with {tokenizer.begin_token}"
             log.warning("--tokenizer %s, but documents begin without it; --begin-token writes it", what)
         request: dict[str, Any] = {"tokenizer": file_fingerprint(path), "end_token": tokenizer.end_token}

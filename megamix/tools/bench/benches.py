@@ -16,7 +16,7 @@ import torch
 from megamix.config import ConfigError
 from megamix.machine import set_torch_environment
 from megamix.progress import ProgressLine
-from megamix.supervise.console import say
+from megamix.supervise.console import drop_unwritten, say
 from megamix.tools.bench.host_bench import host
 from megamix.tools.bench.ranks import Settings
 from megamix.tools.bench.report import Result, append_line, describe_machine, machine_line, progress
@@ -98,3 +98,4 @@ def report(benches: Mapping[str, tuple[Bench, Settings]], output: Path, *, as_js
         write(result.json_line(machine))
         if not as_json:
             say(f"{result.text()}\n{machine_line(machine)}\n")
+    drop_unwritten()

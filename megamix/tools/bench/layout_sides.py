@@ -29,7 +29,9 @@ SCHEDULE = "1f1b"
 
 
 class OursDivided(Ours):
-    """megamix on ranks of this mesh, which share their sequences. `tables`: of [parallelism]."""
+    """megamix on ranks of this mesh, which share their sequences or, along dp, divide them. A rank's loss is that of
+    its own part: only times are compared. `tables`: of [parallelism].
+    """
 
     def __init__(self, work: Work, **tables: Any):
         section = ParallelismConfig(**tables)

@@ -24,6 +24,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
+from megamix.log_file import parsed
 from megamix.signals import end_noted
 from megamix.supervise.console import say
 from megamix.supervise.processes import children_of
@@ -87,7 +88,8 @@ class LightResults:
         (folder / RESULTS).write_text("".join(kept))
 
     def _rows(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (self.folder / RESULTS).read_text().splitlines()]
+        with self._lock:
+            return [*filter(None, map(parsed, (self.folder / RESULTS).read_bytes().splitlines()))]
 
     def add(self, part: str, row: Mapping[str, Any]) -> None:
         """Keep a row at once."""

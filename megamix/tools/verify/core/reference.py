@@ -106,7 +106,7 @@ class Reference:
         losses, rankings = list[float](), list[Tensors]()
         grads = {name: torch.zeros(param.shape, dtype=torch.float64) for name, param in params.items()}
         magnitudes = dict(grads)
-        largest = max(share for _, share in work)
+        largest = max((share for _, share in work), default=1.0)
         for batch, share in work:
             loss = self.loss(model, batch)
             losses.append(loss.item())

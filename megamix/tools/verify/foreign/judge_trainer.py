@@ -133,7 +133,7 @@ class _Judge:
         )  # fmt: skip
         exact = right.exact
         # the factor by which a rank multiplies its largest loss
-        scale = after.loss_scale * self.ranks * max(map(max, right.shares))
+        scale = after.loss_scale * self.ranks * max(share for _, share in right.flat)
         native = right.native(scale)
         if after.loss_scale != 1.0:
             verdict.needs("skipping: no step overflowed; begin at a larger loss scale", not any(after.updates))
@@ -223,7 +223,7 @@ class _Judge:
         they are clipped.
         """
         whole, coefficient, clip = right.whole, right.coefficient, self.trainer.clip_grad
-        roundings, scaled = sum(map(len, right.by_rank)) + 1, after.loss_scale / max(map(max, right.shares))
+        roundings, scaled = sum(map(len, right.by_rank)) + 1, after.loss_scale / max(share for _, share in right.flat)
         bounds = {}
         for name, want in whole.items():
             _, sums = after.dtypes.get(name, (torch.float32, torch.float32))
