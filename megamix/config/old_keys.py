@@ -31,7 +31,7 @@ def upgrade(tree: MutableMapping[str, Any], whole: Mapping[str, Any] | None = No
         table = _table(tree, path)
         if table is None or name not in table or (path[0] == "model" and not is_ours):
             continue
-        value, now = table[name], _now(row, table[name], tree)
+        value, now = table[name], _now(row, table[name], tree, off)
         if now is None:
             continue
         if old not in now:  # one that stays keeps its place in the text, too
@@ -44,13 +44,15 @@ def upgrade(tree: MutableMapping[str, Any], whole: Mapping[str, Any] | None = No
         settings = " and ".join(f"{key} = {value_text(item)}" for key, item in now.items())
         told.append((old, value, f"write {settings}" if now else f"leave {name} out"))
     for key in off:
-        if not _table(tree, key.split(".")):
+        if key == "model.rope" or not _table(tree, key.split(".")):
             _put(tree, key.split("."), False)
     return told
 
 
-def _now(row: dict[str, Any], value: Any, tree: MutableMapping[str, Any]) -> Tree | None:
-    """Return the settings that a key with such a value stands for; None: it is one of the present keys."""
+def _now(row: dict[str, Any], value: Any, tree: MutableMapping[str, Any], off: list[str]) -> Tree | None:
+    """Return the settings that a key with such a value stands for; None: it is one of the present keys. `off`: tables
+    that keys before it have turned off.
+    """
     if "became" in row:
         became: dict[str, Tree] = row["became"]
         return deepcopy(became.get(value_text(value)))
@@ -58,7 +60,8 @@ def _now(row: dict[str, Any], value: Any, tree: MutableMapping[str, Any]) -> Tre
     if value == row.get("none", ...):
         return {home: False}
     # A default alone makes no table, unless a base may say otherwise.
-    is_bare = "base" not in tree and default(home, tree) is None and _table(tree, home.split(".")) is None
+    is_on = _table(tree, home.split(".")) is not None or (default(home, tree) is not None and home not in off)
+    is_bare = "base" not in tree and not is_on
     return {} if is_bare and value == default(new, tree) else {new: value}
 
 

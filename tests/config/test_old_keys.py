@@ -57,6 +57,10 @@ OLD = {
         },
     ),
     "a table that is off now": ('[model]\nposition = "learned"\nwindows = []\n', {"model": {"rope": False}}),
+    "a default beside what turns its table off": (
+        '[model]\nposition = "learned"\nrope_theta = 10000.0\n',
+        {"model": {"rope": False}},
+    ),
     "a table that is there": ('[model]\nposition = "rotary"\nrope.dim = 2\n', {"model": {"rope": {"dim": 2}}}),
     "a value that means none still": ("[model]\nqk_norm = false\n", {"model": {"qk_norm": "none"}}),
 }
