@@ -16,10 +16,10 @@ def read_table(path: Path) -> dict[str, Any]:
     refuse_pointer(path)
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is no JSON ({error}); copy it again") from error
-    if not isinstance(table, dict):
-        raise ValueError(f"{path} holds no JSON table, but {type(table).__name__}; copy it again")
+        if not isinstance(table, dict):
+            raise TypeError(f"it holds a {type(table).__name__}")
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path} is no JSON table ({error}); copy it again") from error
     return table
 
 

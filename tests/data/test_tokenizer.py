@@ -217,7 +217,7 @@ def test_the_end_token_is_the_flag_s_then_the_configuration_s_then_a_known_one(t
     assert open_tokenizer(path).end_token == "<|end_of_text|>"
     assert open_tokenizer(path).vocab_size == 10  # ids that are left out count
     token = {"content": "</s>", "lstrip": False}
-    for config, end in (({"eos_token": "</s>"}, 1), ({"eos_token": token}, 1), ([], 2), ({"eos_token": None}, 2)):
+    for config, end in (({"eos_token": "</s>"}, 1), ({"eos_token": token}, 1), ({}, 2), ({"eos_token": None}, 2)):
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
         assert open_tokenizer(path).end_of_text == end
         assert open_tokenizer(path, "<mine>").end_of_text == 9
