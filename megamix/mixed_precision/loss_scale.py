@@ -134,7 +134,7 @@ class DynamicLossScale(LossScale, DynamicSettings):
         self.clean_steps.masked_fill_(grow, self._window_starts_at)
         self._refill_(found_inf, grow, back_off)
 
-    # What differs between the rules.
+    # Each rule overrides some of these.
 
     _window_starts_at = 0  # clean steps
 

@@ -36,9 +36,14 @@ class Pipeline(MicroBatchRunner):
     """
 
     def __init__(
-        self, engine: ShardedEngine, model: Decoder, plans: Sequence[StagePlan], schedule: str,
-        micro_batch_size: int, parts_in_training: int = 1,
-    ):  # fmt: skip
+        self,
+        engine: ShardedEngine,
+        model: Decoder,
+        plans: Sequence[StagePlan],
+        schedule: str,
+        micro_batch_size: int,
+        parts_in_training: int = 1,
+    ):
         """Make the stages. `plans`: of all stages. `parts_in_training`: the equal parts into which training divides
         this rank's positions again, and of which it hands over one.
         """

@@ -166,6 +166,7 @@ WRONG_COMMANDS = {
     "export empty --to hf out --shard-gb 0": "--shard-gb .. 0.0 .. write --shard-gb 5",
     "import gpt2 --output out": "gpt2/config.json is missing .. hf download NAME",
     "import broken --output out": "broken/config.json is no JSON table .. copy it again",
+    "import listed --output out": "listed/config.json is no JSON table (it holds a list); copy it again",
     "plot nowhere": "RUN .. nowhere .. give the folder of a run",
     "checkpoint ls nowhere": "nowhere .. is no folder .. give a run, a folder of checkpoints, or a checkpoint",
     "checkpoint verify empty": "empty holds no checkpoint .. give a run that has saved",
@@ -185,7 +186,8 @@ def place(tmp_path_factory):
     files = {
         "job.toml": tiny_job(Path()).text, "job.yaml": "model:\n  size: 3\n", "half.toml": "model = fp16",
         "file": "", "texts/a.txt": "plain words " * 99, "theirs/thesis.tex": "", "mine/config.toml": "",
-        "broken/config.json": "{", "broken/tokenizer.json": "{}", "ran/metrics.jsonl": "", "lonely.bin": "",
+        "broken/config.json": "{", "listed/config.json": "[]", "broken/tokenizer.json": "{}",
+        "ran/metrics.jsonl": "", "lonely.bin": "",
     }  # fmt: skip
     for name, text in files.items():
         (folder / name).parent.mkdir(exist_ok=True)

@@ -148,3 +148,9 @@ def test_an_upgrade_takes_one_file_and_follows_links(tmp_path, capsys):
 def test_a_file_over_a_base_keeps_a_default_that_the_base_has_otherwise():
     new, _ = upgraded_text('base = "base.toml"\n[parallelism]\npp_schedule = "1f1b"\n')
     assert tomllib.loads(new)["parallelism"] == {"pipeline": {"schedule": "1f1b"}}
+
+
+def test_a_default_beside_what_turned_its_table_off_is_to_be_left_out():
+    _, (off, default) = upgraded_text('[model]\nposition = "learned"\nrope_theta = 10000.0\n')
+    assert off.endswith("write model.rope = false")
+    assert default.endswith("leave rope_theta out")
