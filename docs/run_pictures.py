@@ -12,8 +12,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from megamix.report.interval_report import StepMetrics
-from megamix.report.metrics import TAGS, format_lines
+from megamix.log.interval_report import StepMetrics
+from megamix.log.metrics import TAGS, format_lines
 
 DOCS = Path(__file__).parent
 RUNS = [DOCS / "example_runs/quickstart", DOCS / "example_runs/quickstart_adamw"]
@@ -60,8 +60,8 @@ def with_console(page: str, parts: tuple[tuple[int, int], ...]) -> str:
 
 def draw(folder: Path) -> None:
     """Write what `megamix plot` draws."""
-    from megamix.report.history import read_history
-    from megamix.report.plot import compared, figures, png
+    from megamix.log.history import read_history
+    from megamix.log.report.plot import compared, figures, png
 
     runs = {run.name: read_history(run) for run in RUNS}
     drawn = figures(runs[RUNS[0].name]) | {"compared": compared(runs)}

@@ -23,7 +23,7 @@ import megamix
 from megamix.mixed_precision import grad_stats
 from megamix.mixed_precision.bucket import Bucket
 from megamix.mixed_precision.flat_layout import FlatLayout
-from megamix.mixed_precision.optimizers import BucketUpdate
+from megamix.mixed_precision.optim.optimizer import BucketUpdate
 
 PICTURE = Path(__file__).parent / "pictures/step.svg"
 RANKS = 2

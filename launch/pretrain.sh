@@ -12,7 +12,7 @@
 #   MASTER_ADDR      the name or address of machine 0, the same everywhere; needed when NNODES > 1
 #   MASTER_PORT      a free port of machine 0, the same everywhere; default 29500
 #   PET_...          the same five names with PET_ in front, as Kubeflow sets them: read where the plain one is not set; no others are
-#   OMP_NUM_THREADS  threads of each rank; default: the cores divided by the ranks (megamix/machine.py)
+#   OMP_NUM_THREADS  threads of each rank; default: the cores divided by the ranks (megamix/base/machine.py)
 #   MEGAMIX_PYTHON   an interpreter that has torch, used instead of .venv
 set -euo pipefail
 # shellcheck source=launch/common.sh
@@ -76,4 +76,4 @@ else
 fi
 # One process checks the job and is then its launcher, which is torchrun as a module: the program of that name on PATH
 # may belong to another Python. Ours ends with the ranks' status, and with --standalone its ranks meet on loopback.
-exec "$PYTHON" -m megamix.pretrain "${rendezvous[@]}" -- "$@" $check ${memory[@]+"${memory[@]}"}
+exec "$PYTHON" -m megamix.cli.pretrain "${rendezvous[@]}" -- "$@" $check ${memory[@]+"${memory[@]}"}

@@ -22,7 +22,7 @@ handful=(
   tests/comm/test_collectives.py tests/distributed/test_equals_reference.py tests/distributed/test_shard.py
   tests/model/test_compiled.py tests/model/test_recompute.py tests/model/test_fp8.py tests/model/test_borders.py
   tests/distributed/test_pipeline.py tests/parallel/test_tensor_parallel.py tests/parallel/test_fp8.py
-  tests/train/test_job.py tests/run/test_resume.py tests/tools/verify/layouts/test_layouts.py
+  tests/train/test_job.py tests/train/test_resume.py tests/tools/verify/layouts/test_layouts.py
 )
 
 install_only=0
@@ -93,7 +93,7 @@ fi
 began=$SECONDS
 status=0
 # A handful first, as on a CPU without arithmetic in halves, unless this is one.
-has_halves='import sys; from megamix.machine import half_units; sys.exit(not half_units())'
+has_halves='import sys; from megamix.base.machine import half_units; sys.exit(not half_units())'
 if [[ $# == 0 && "$changed" == 0 && -z "${MEGAMIX_CPU_HALVES:-}" ]] && "$PYTHON" -c "$has_halves"; then
   # shellcheck disable=SC2046 # names of tests have no spaces
   MEGAMIX_CPU_HALVES=wide "$PYTHON" -m pytest ${processes[@]+"${processes[@]}"} -m also_wide \

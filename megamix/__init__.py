@@ -6,10 +6,14 @@ The engine is a library, re-exported here; `megamix train CONFIG` runs whole job
 import importlib
 import pkgutil
 import re
+import sys
 from functools import cache
 from typing import Any
 
-from megamix import schedules as schedules
+from megamix.base.moved import MovedModules
+from megamix.mixed_precision.optim import schedules as schedules
+
+sys.meta_path.append(MovedModules)
 
 
 # A name is imported on its first use: a wrong config file must be answered before the seconds that torch takes to load.

@@ -2,14 +2,14 @@
 
 import sys
 
-from megamix.signals import ctrl_c_kills
+from megamix.base.signals import ctrl_c_kills
 
 if sys.argv[1:2] == ["train"]:  # until the run notes signals; other verbs do so from their beginning on
     ctrl_c_kills()
 
 try:
-    from megamix.cli import main
-    from megamix.supervise.console import end_process
+    from megamix.base.console import end_process
+    from megamix.cli.verbs import main
 except ModuleNotFoundError as error:
     if (error.name or "").startswith("megamix"):
         raise

@@ -17,7 +17,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler
 from pydantic_core import CoreSchema
 
-from megamix.axes import AxisKind, add_axis
+from megamix.base.axes import AxisKind, add_axis
 
 
 class Section(BaseModel):
@@ -107,8 +107,8 @@ READERS.reserved = FILE_KINDS
 def register_optimizer(name: str, section: type[Section], build: Callable[..., Any]) -> None:
     """Add an optimizer: `optimizer.name = "NAME"`, with the section's keys in [optimizer.NAME].
 
-    `build(**keys, lr=, weight_decay=, groups=)` returns a `megamix.mixed_precision.optimizers.Optimizer`; a class does,
-    too. Raises, as all functions here: ValueError if the name is taken.
+    `build(**keys, lr=, weight_decay=, groups=)` returns a `megamix.Optimizer`; a class does, too. Raises, as all
+    functions here: ValueError if the name is taken.
     """
     OPTIMIZERS.register(name, section, build)
 
@@ -148,7 +148,7 @@ def register_reader(suffix: str, read: Callable[..., Any]) -> None:
 
 def register_tracker(name: str, section: type[Section], build: Callable[..., Any]) -> None:
     """Add a tracker: a table [metrics.NAME] with the section's keys turns it on. See
-    `megamix.report.trackers.Tracker`.
+    `megamix.log.trackers.Tracker`.
     """
     TRACKERS.register(name, section, build)
 

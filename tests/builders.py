@@ -13,18 +13,17 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from megamix import AdamW, Precision, ShardedEngine, Sharding
-from megamix.builders.data import JobCorpus
-from megamix.builders.objects import build_optimizer, lr_table
 from megamix.config import Config, Pace, ParallelismConfig, config_from_dict
 from megamix.config.choices import without_off
 from megamix.config.sections import TrainingConfig
 from megamix.data.source import MarkovSource
 from megamix.data.token_file import token_file_writer
 from megamix.data.tokenizer import Tokenizer
-from megamix.run import results
-from megamix.supervise.journal import Journal, Reached
-from megamix.supervise.ledger import Ledger, boot_s
-from megamix.train import ranks
+from megamix.launch.journal import Journal, Reached
+from megamix.launch.ledger import Ledger, boot_s
+from megamix.train import ranks, results
+from megamix.train.build import build_optimizer, lr_table
+from megamix.train.corpus import JobCorpus
 from megamix.train.main import run_job
 
 MODEL_VOCAB, WIDTH, LENGTH = 29, 24, 6  # of the tiny model and its batches

@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from megamix import progress
+from megamix.base import progress
 from tests import devices
 from tests.programs import counting, map_programs, mapped
 
@@ -106,8 +106,8 @@ def default_device(request, monkeypatch):
 @pytest.fixture(autouse=True)
 def machine_is_shared(monkeypatch):
     """A job that a test runs in its own process leaves that one's threads and malloc alone."""
-    monkeypatch.setattr("megamix.train.command.set_torch_environment", lambda ranks, deterministic: None)
-    monkeypatch.setattr("megamix.train.command.keep_freed_memory", lambda: None)
+    monkeypatch.setattr("megamix.cli.train.set_torch_environment", lambda ranks, deterministic: None)
+    monkeypatch.setattr("megamix.cli.train.keep_freed_memory", lambda: None)
 
 
 @pytest.fixture(autouse=True)
@@ -135,7 +135,8 @@ def data(tmp_path_factory):
 @pytest.fixture
 def doors(tmp_path):
     """Forget the registrations of a test's plugins after it, so that they are imported anew."""
-    from megamix import axes, plugins
+    from megamix import plugins
+    from megamix.base import axes
 
     registries = [value for value in vars(plugins).values() if isinstance(value, plugins.Registry)]
     before = [(registry, dict(registry.sections), dict(registry.registered)) for registry in registries]

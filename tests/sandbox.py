@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from megamix.machine import half_units
+from megamix.base.machine import half_units
 
 ROOT = Path(__file__).parents[1]
 SYSTEM = (
@@ -40,7 +40,7 @@ case "$1 $2" in
     exec "$REAL_PYTHON" "$@"
     ;;
   "-m tests.changed") cat "$BASE/reached" ;;
-  "-m megamix.pretrain")
+  "-m megamix.cli.pretrain")
     shift 2
     exec "$REAL_PYTHON" "$BASE/pretrain.py" "$name" "$@"
     ;;
@@ -57,8 +57,7 @@ esac
 PRETRAIN = """
 import os, sys
 from pathlib import Path
-from megamix import pretrain
-from megamix.train import command
+from megamix.cli import pretrain, train
 
 def record(name, line):
     with Path(os.environ["BASE"], name).open("a") as file:
@@ -77,7 +76,7 @@ def start_ranks(options, request):
     record("environment", "OMP_NUM_THREADS={} MALLOC={}".format(*settings))
     return 75 if Path(os.environ["BASE"], "interrupted").exists() else 0
 
-command.outlook_of, pretrain.start_ranks = outlook_of, start_ranks
+train.outlook_of, pretrain.start_ranks = outlook_of, start_ranks
 sys.exit(pretrain.main(sys.argv[2:]))
 """
 

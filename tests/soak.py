@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megamix.checkpoint.folder import set_aside, unfinished
-from megamix.supervise.run_status import read_status
+from megamix.launch.run_status import read_status
 from tests.builders import EXPERTS, tiny_job, write_data
 from tests.train.fresh_ranks import FreshRanks
 from tests.train.outcome import differences, end_of

@@ -13,9 +13,9 @@ import tempfile
 from pathlib import Path
 
 import megamix
-from megamix.cli import VERBS, _parser
+from megamix.cli.verbs import VERBS, _parser
 from megamix.config import config_schema
-from megamix.supervise.status import EXIT_STATUS
+from megamix.launch.status import EXIT_STATUS
 from tests.builders import run_on_ranks, tiny_job, write_data
 
 

@@ -62,7 +62,17 @@ def test_what_changed_is_what_differs_from_main_and_what_git_does_not_know(tmp_p
 
 
 def test_no_test_begins_after_its_seconds():
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--seconds", "0", "tests/test_clock.py"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--seconds",
+        "0",
+        "tests/base/test_clock.py",
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
     assert " skipped in " in done.stdout

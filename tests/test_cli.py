@@ -13,8 +13,8 @@ from unittest.mock import Mock
 
 import pytest
 
-from megamix.arguments import lines_told
-from megamix.cli import VERBS, _parse, main
+from megamix.cli.parser import lines_told
+from megamix.cli.verbs import VERBS, _parse, main
 from megamix.config import load_config
 
 ROOT = Path(__file__).parents[1]
@@ -85,7 +85,7 @@ def test_train_loads_the_compiler_before_a_job_that_compiles_its_updates(monkeyp
     called.disk_problem.return_value = ""
     called.memory_problem.return_value = None
     for module, name in (
-        ("train.check", "check"), ("train.command", "load_compiler"), ("train.main", "run_job"),
+        ("train.check", "check"), ("cli.train", "load_compiler"), ("train.main", "run_job"),
         ("train.job_size.JobSize", "memory_problem"), ("train.job_size.JobSize", "disk_problem"),
     ):  # fmt: skip
         monkeypatch.setattr(f"megamix.{module}.{name}", getattr(called, name))
@@ -131,7 +131,7 @@ def test_wrong_input_is_answered_before_torch_is_imported():
         *("plan configs/quickstart.toml --memory lots", "verify configs/quickstart.toml --layouts xp4"),
     ]
     code = (
-        "import sys; from megamix.cli import main; "
+        "import sys; from megamix.cli.verbs import main; "
         f"status = main(['train', {QUICKSTART!r}, 'model.num_heads=-1']); assert 'numpy' not in sys.modules\n"
         f"for words in {wrong}:\n"
         "    assert main(words.split()) == status, words\n"

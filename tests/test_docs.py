@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 import megamix
-from megamix.cli import VERBS, main
-from megamix.report.metrics import TAGS, LayerPrecision
+from megamix.cli.verbs import VERBS, main
+from megamix.log.metrics import TAGS, LayerPrecision
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -85,7 +85,7 @@ def test_every_stage_of_a_step_is_a_file():
     named = [name for cell in cells for name in re.findall(r"`(\w+)`", cell)]
     assert len(named) >= 10
     room = ROOT / "megamix/mixed_precision"
-    assert [name for name in named if not (room / f"{name}.py").is_file()] == []
+    assert [name for name in named if not [*room.rglob(f"{name}.py")]] == []
 
 
 ROOMS = sorted(path.parent for path in (ROOT / "megamix").glob("*/**/__init__.py"))
@@ -98,6 +98,8 @@ def test_a_room_lists_its_files_and_rooms(room):
     rooms = {path.parent.name for path in room.glob("*/__init__.py")}
     files = {path.stem for path in room.glob("*.py")} - {"__init__"}
     assert sorted(listed) == sorted(files | rooms)
+    assert {*re.findall(r"Begin\s+with\s+`(\w+)`", docstring)} <= {*listed}
+    assert "import" in docstring.partition("Begin")[0] or not listed, "what may it import, and where does one begin?"
 
 
 def pages(nav):

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from megamix.cli import VERBS, main
-from megamix.signals import starts_deaf
-from megamix.supervise.processes import process_start
+from megamix.base.processes import process_start
+from megamix.base.signals import starts_deaf
+from megamix.cli.verbs import VERBS, main
 from megamix.tools import ranks
 
 ROOT = Path(__file__).parents[1]
@@ -28,7 +28,7 @@ class Finder:
             os.kill(os.getpid(), signal.SIGINT)
 
 sys.meta_path.insert(0, Finder())
-from megamix.cli import main
+from megamix.cli.verbs import main
 sys.exit(main(sys.argv[2:]))
 """
 # A training that tells its number, sends its parent a Ctrl-C, and would go on for ever.

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from megamix.machine import half_units
-from megamix.supervise.status import EXIT_STATUS
+from megamix.base.machine import half_units
+from megamix.launch.status import EXIT_STATUS
 from tests.sandbox import ROOT, Sandbox
 
 
@@ -65,9 +65,9 @@ def test_pretrain_starts_a_rank_per_gpu_or_as_told_by_names_of_ours_or_kubeflows
     assert done.returncode == 0, done.stderr
     assert started == [f"{meet} --nproc-per-node={ranks} -m megamix train {{config}} training.steps=90"]
     # One interpreter that imports anything, the launcher: the other looks for modules, and ends.
-    assert sandbox.lines("started") == ["- torch numpy", f"-m megamix.pretrain {meet.split()[0]}"]
+    assert sandbox.lines("started") == ["- torch numpy", f"-m megamix.cli.pretrain {meet.split()[0]}"]
     assert sandbox.lines("checked") == [f"WORLD_SIZE={world}"]
-    # Each rank has its own: tests/test_machine.py.
+    # Each rank has its own: tests/base/test_machine.py.
     assert sandbox.lines("environment") == ["OMP_NUM_THREADS= MALLOC="]
     assert sandbox.lines("left") == [""]
 
@@ -89,7 +89,7 @@ def test_pretrains_check_takes_what_a_rank_may_hold_and_starts_none(sandbox):
 def test_pretrain_tells_all_mistakes_before_it_imports_torch(tmp_path, nproc, overrides, told):
     """Tell of the configuration at once; of files and ranks too, where GPUs need not be counted."""
     job = ["--standalone", "--", str(ROOT / "configs/quickstart.toml"), *overrides]
-    code = f"import sys; from megamix.pretrain import main; print(main({job}), 'torch' in sys.modules)"
+    code = f"import sys; from megamix.cli.pretrain import main; print(main({job}), 'torch' in sys.modules)"
     environment = os.environ | {"NPROC_PER_NODE": nproc}
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, check=True)
@@ -100,8 +100,8 @@ def test_pretrain_tells_all_mistakes_before_it_imports_torch(tmp_path, nproc, ov
 def test_a_signal_while_files_are_looked_at_ends_pretrain_as_a_run_that_was_asked_to_leave():
     job = ["--standalone", "--", str(ROOT / "configs/quickstart.toml")]
     look = "lambda *_: (os.kill(os.getpid(), signal.SIGTERM), time.sleep(60))"
-    code = "import os, signal, time; from megamix import pretrain; from megamix.train import command; "
-    code += f"command.outlook_of = {look}; pretrain.main({job})"
+    code = "import os, signal, time; from megamix.cli import pretrain, train; "
+    code += f"train.outlook_of = {look}; pretrain.main({job})"
     environment = os.environ | {"NPROC_PER_NODE": "2"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == EXIT_STATUS["preempted"], done.stderr
@@ -129,8 +129,8 @@ def test_a_signal_while_the_script_still_looks_ends_it_as_a_run_that_was_asked_t
 @pytest.mark.parametrize(
     ("module", "number", "status"),
     [
-        ("megamix.pretrain --standalone --", signal.SIGTERM, EXIT_STATUS["preempted"]),
-        ("megamix.pretrain --standalone --", signal.SIGUSR1, EXIT_STATUS["preempted"]),
+        ("megamix.cli.pretrain --standalone --", signal.SIGTERM, EXIT_STATUS["preempted"]),
+        ("megamix.cli.pretrain --standalone --", signal.SIGUSR1, EXIT_STATUS["preempted"]),
         ("megamix train", signal.SIGINT, -signal.SIGINT),
     ],
 )

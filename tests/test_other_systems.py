@@ -10,9 +10,9 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-from megamix.machine import peak_resident
-from megamix.supervise.rendezvous import keep_to_loopback
-from megamix.supervise.run_status import read_status
+from megamix.base.machine import peak_resident
+from megamix.launch.rendezvous import keep_to_loopback
+from megamix.launch.run_status import read_status
 from megamix.tools.doctor import first_light
 from tests.builders import tiny_job, write_data
 from tests.programs import with_settings
@@ -39,8 +39,8 @@ def _end(started, status=0):
 AGAIN = """
 import sys
 from pathlib import Path
-from megamix.cli import main
-from megamix.tools.doctor.command import _machine
+from megamix.cli.verbs import main
+from megamix.cli.doctor import _machine
 _, job, steps, run, folder = sys.argv
 assert main(["train", job, steps]) == 0
 assert main(["export", run, "--to", "hf", folder]) == 0

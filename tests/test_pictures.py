@@ -11,8 +11,8 @@ import pytest
 import run_pictures
 import step_picture
 
+from megamix.base.console import COLUMNS
 from megamix.parallel.pipeline_parallel import SCHEDULES
-from megamix.supervise.console import COLUMNS
 
 ROOT = Path(__file__).parents[1]
 

@@ -14,7 +14,7 @@ from pydantic import Field, create_model
 
 from megamix import AdamW
 from megamix.checkpoint.manifest import RunRecord, read_manifest
-from megamix.cli import main
+from megamix.cli.verbs import main
 from megamix.config import ConfigError, ModelConfig, config_from_dict, config_schema, load_config
 from megamix.model.family import family_of
 from megamix.model.transformer import Transformer
@@ -31,9 +31,9 @@ from megamix.plugins import (
     register_source,
     register_tracker,
 )
-from megamix.run.own_code import own_code
-from megamix.run.ranks_agree import RankGroup, differences, started_with
-from megamix.run.resume_rules import changes
+from megamix.train.own_code import own_code
+from megamix.train.ranks_agree import RankGroup, differences, started_with
+from megamix.train.resume_rules import changes
 from tests.builders import lrs_of, optimizer_of, run_on_ranks, tiny_job
 from tests.checkpoint.seal import edit
 from tests.config.test_errors import changed, problems_of

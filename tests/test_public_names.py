@@ -1,8 +1,9 @@
 """Public names are listed once, in a stub, and each is imported on its first use; a wheel has the stub, and the names
-are found when the wheel is imported as a zip.
+are found when the wheel is imported as a zip. Who imports a module by a name of before is told the present one.
 """
 
 import ast
+import importlib
 import os
 import shutil
 import subprocess
@@ -53,7 +54,7 @@ def test_names_are_found_in_a_zip(wheel):
     where, names, *rest = done.stdout.splitlines()
     assert where.startswith(str(wheel))
     assert names.split() == megamix.__all__
-    assert rest == ["megamix.mixed_precision.adamw", "False"]
+    assert rest == ["megamix.mixed_precision.optim.adamw", "False"]
 
 
 def test_the_stub_has_a_line_for_each_public_name_and_no_other_line():
@@ -71,3 +72,30 @@ def test_the_stub_has_a_line_for_each_public_name_and_no_other_line():
 def test_an_unknown_name_is_no_attribute():
     with pytest.raises(AttributeError, match="module 'megamix' has no attribute 'Nothing'"):
         megamix.Nothing  # noqa: B018  # to read it raises
+
+
+@pytest.mark.parametrize(
+    ("old", "told"),
+    [
+        ("megamix.tuned", "megamix.tuned has moved to megamix.base.constants; CHANGELOG.md has all moves"),
+        ("megamix.hub.convert", "megamix.hub has moved to megamix.hf; CHANGELOG.md has all moves"),
+        (
+            "megamix.mixed_precision.optimizers",
+            "megamix.mixed_precision.optimizers has moved to megamix.mixed_precision.optim.optimizer; CHANGELOG.md has "
+            "all moves",
+        ),
+        ("megamix.unheard", "No module named 'megamix.unheard'"),
+        ("durable", "No module named 'durable'"),
+    ],
+)
+def test_an_import_by_a_name_of_before_is_told_the_present_one(old, told):
+    with pytest.raises(ModuleNotFoundError) as raised:
+        importlib.import_module(old)
+    assert str(raised.value) == told
+
+
+def test_a_folder_that_only_holds_compiled_files_of_before_hides_no_move(tmp_path, monkeypatch):
+    monkeypatch.setattr(megamix, "__path__", [*megamix.__path__, str(tmp_path)])
+    (tmp_path / "report/__pycache__").mkdir(parents=True)
+    with pytest.raises(ModuleNotFoundError, match=r"megamix\.report\.metrics has moved to megamix\.log\.metrics;"):
+        importlib.import_module("megamix.report.metrics")

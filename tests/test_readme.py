@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import megamix
-from megamix.cli import main
+from megamix.cli.verbs import main
 from tests.programs import no_compiler
 
 ROOT = Path(__file__).parents[1]

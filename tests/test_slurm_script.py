@@ -8,7 +8,7 @@ import signal
 
 import pytest
 
-from megamix.signals import NOTED
+from megamix.base.signals import NOTED
 from tests.sandbox import ROOT, Sandbox
 
 SCONTROL = """#!/bin/bash

@@ -19,9 +19,9 @@ import study
 
 from megamix import AdamW
 from megamix.config import Config, load_config
+from megamix.log.history import read_history
 from megamix.model.family import parameter_count
 from megamix.plugins import OPTIMIZERS
-from megamix.report.history import read_history
 from megamix.train.main import run_job
 
 SETTINGS = (

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import study
 
 from megamix.config import load_config
-from megamix.report.history import read_history
+from megamix.log.history import read_history
 from megamix.train.main import run_job
 
 SEEDS = (1, 2, 3)  # the grid is the first one's

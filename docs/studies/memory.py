@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megamix import NAG, AdamW, DynamicLossScale, Precision, ShardedEngine, Sharding
-from megamix.live_storage import LiveStorage
-from megamix.supervise.rendezvous import keep_to_loopback
+from megamix.base.live_storage import LiveStorage
+from megamix.launch.rendezvous import keep_to_loopback
 from megamix.tools.ranks import forkserver
 
 WIDTH = 256  # a layer is 256 * 256 elements: rows of 64 for 4 ranks, so nothing is padded

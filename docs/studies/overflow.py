@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 import study
 
 from megamix.config import Config, load_config
-from megamix.inspect.overflows import GaveUpError
+from megamix.log.history import RunHistory, read_history
+from megamix.log.overflows import GaveUpError
 from megamix.model.family import parameter_count
-from megamix.report.history import RunHistory, read_history
-from megamix.run.batch_plan import Fate
+from megamix.train.batch_plan import Fate
 from megamix.train.main import run_job
 
 SETTINGS = (

@@ -1,4 +1,5 @@
-"""Checkpoints in model space: the ranks save what they own as boxes of whole parameters, which load on any layout.
+"""Checkpoints in model space: the ranks save what they own as boxes of whole parameters, which load on any layout. It
+imports `mixed_precision`, `config` and below. Begin with `checkpoints`.
 
 boxes         arithmetic: a flat range of a block as boxes of the full parameter, and whether boxes cover a parameter
 folder        the names in a folder of checkpoints, the meaning of each, and the only calls that change the disk
@@ -13,5 +14,4 @@ checkpoints   saving and loading as one object, for a user's own program
 copying       a copy of a checkpoint on another file system
 export_dcp    a checkpoint as a folder of torch.distributed.checkpoint
 actions       the lines that `megamix checkpoint` prints: lists and verdicts
-command       the verb
 """

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+from megamix.base.durable import sync_directory
 from megamix.checkpoint.copying import copy_checkpoint
 from megamix.checkpoint.folder import (
     CHECKPOINTS,
@@ -24,7 +25,6 @@ from megamix.checkpoint.folder import (
 from megamix.checkpoint.manifest import DamagedCheckpoint, check_size, read_manifest, states_text
 from megamix.checkpoint.verify import Check, verify_checkpoint, verify_named
 from megamix.config import ConfigError
-from megamix.durable import sync_directory
 
 
 def ls(path: Path, check: Check) -> Iterator[str]:

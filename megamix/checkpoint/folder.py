@@ -12,8 +12,8 @@ from contextlib import AbstractContextManager
 from io import FileIO
 from pathlib import Path
 
-from megamix import durable
-from megamix.durable import ASIDE, folder_aside
+from megamix.base import durable
+from megamix.base.durable import ASIDE, folder_aside
 
 CHECKPOINTS = "checkpoints"  # the folder's name in a run's folder
 MANIFEST = "manifest.json"

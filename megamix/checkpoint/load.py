@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megamix.base.clock import Clock
 from megamix.checkpoint.all_or_none import AllOrNone
 from megamix.checkpoint.boxes import Box, boxes_of_range
 from megamix.checkpoint.folder import DAMAGED, Files, checkpoints
@@ -20,7 +21,6 @@ from megamix.checkpoint.manifest import AVERAGE, BUFFER, DamagedCheckpoint, File
 from megamix.checkpoint.snapshot import DTYPES, Part, buffer_parts, frozen_params, owned_parts, state_sets
 from megamix.checkpoint.tensor_file import Stored, verified_chunks
 from megamix.checkpoint.verify import Check, Checkpoint, read_checkpoint
-from megamix.clock import Clock
 from megamix.config import ConfigError
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.weights import misfit_names

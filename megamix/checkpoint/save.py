@@ -14,12 +14,12 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+from megamix.base.durable import aside_name
 from megamix.checkpoint.all_or_none import AllOrNone, SomeRankFailed
 from megamix.checkpoint.folder import MANIFEST, Files, checkpoints, name_for, unfinished
 from megamix.checkpoint.manifest import FileRecord, Manifest, RunRecord, manifest_text
 from megamix.checkpoint.snapshot import HostCopy, Snapshot, take_snapshot
 from megamix.checkpoint.tensor_file import chunks
-from megamix.durable import aside_name
 from megamix.mixed_precision.engine import ShardedEngine
 
 log = logging.getLogger("megamix")

@@ -13,7 +13,8 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from megamix.axes import AXES
+from megamix.base.axes import AXES
+from megamix.base.names import by_plain_name
 from megamix.checkpoint.boxes import Box, boxes_of_range
 from megamix.checkpoint.manifest import (
     AVERAGE,
@@ -28,8 +29,7 @@ from megamix.checkpoint.manifest import (
 )
 from megamix.mixed_precision.census import SAVED_DTYPES, Entry
 from megamix.mixed_precision.engine import ShardedEngine
-from megamix.mixed_precision.optimizers import Optimizer
-from megamix.names import by_plain_name
+from megamix.mixed_precision.optim.optimizer import Optimizer
 
 DTYPES: dict[str, torch.dtype] = dict(zip(get_args(Dtype), SAVED_DTYPES, strict=True))
 DTYPE_NAMES = {str(dtype): name for name, dtype in DTYPES.items()}

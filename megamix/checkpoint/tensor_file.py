@@ -18,12 +18,12 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from megamix import tuned
+from megamix.base import constants
+from megamix.base.durable import advise
+from megamix.base.names import plain_name
 from megamix.checkpoint.boxes import Box
 from megamix.checkpoint.manifest import FileRecord
 from megamix.checkpoint.snapshot import DTYPE_NAMES, DTYPES, Part, StateBox
-from megamix.durable import advise
-from megamix.names import plain_name
 
 _ALIGNMENT = 64  # bytes: the first tensor begins at a multiple of this number
 _USUAL_HEADER = 1 << 16  # bytes read ahead; the rest of a longer header is read more slowly
@@ -87,7 +87,7 @@ def read_ahead(path: Path, size: int) -> Iterator[memoryview]:
     thread reads one chunk ahead; otherwise the disk would be idle while a chunk is used. Raises: OSError, also if the
     file is shorter.
     """
-    being_read, used = memoryview(bytearray(tuned.READ_AHEAD)), memoryview(bytearray(tuned.READ_AHEAD))
+    being_read, used = memoryview(bytearray(constants.READ_AHEAD)), memoryview(bytearray(constants.READ_AHEAD))
     with open(path, "rb") as file, ThreadPoolExecutor(1) as reader:
         reading = reader.submit(_read_whole, file, being_read[:size])
         while size:
@@ -128,5 +128,5 @@ def chunks(parts: Sequence[Part]) -> Iterator[memoryview]:
 
 def tensor_chunks(flat: Tensor) -> Iterator[memoryview]:
     """Yield the bytes of a tensor on any device, in chunks. Shapes: flat (n,)."""
-    for chunk in torch.split(flat, tuned.SAVED_CHUNK):
+    for chunk in torch.split(flat, constants.SAVED_CHUNK):
         yield memoryview(chunk.cpu().view(torch.uint8).numpy().data)  # viewed as bytes, because numpy has no BF16

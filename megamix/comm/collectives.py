@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megamix import tuned
+from megamix.base import constants
 from megamix.comm.topology import Axis
 
 # torch 2.13 renames both functions and warns about the old names; earlier versions have only the old names.
@@ -301,7 +301,7 @@ def sum_in_rank_order(parts: Tensor, out: Tensor) -> None:
     """
     rounded = out.dtype != torch.float32
     # On a GPU a sum without accumulator is one chunk, because launches cost more than the cache saves.
-    size = min(tuned.SUM_CHUNK, out.numel()) if rounded or out.is_cpu else out.numel()
+    size = min(constants.SUM_CHUNK, out.numel()) if rounded or out.is_cpu else out.numel()
     accumulator = out.new_empty(size, dtype=torch.float32) if rounded else out
     for start in range(0, out.numel(), size):
         chunk = out[start : start + size]

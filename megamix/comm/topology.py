@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # not in its __all__
 
-from megamix.axes import AXES, AxisKind
+from megamix.base.axes import AXES, AxisKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Axis:
 class Topology:
     """A mesh of named axes, as seen by one rank. Neighbouring ranks differ in the last axis first.
 
-    `megamix.axes.AXES` says what the ranks along each axis have in common. An axis without a size has one rank.
+    `megamix.base.axes.AXES` says what the ranks along each axis have in common. An axis without a size has one rank.
     `ep_size`: the neighbouring owners that divide the experts of a model. They are ranks of other axes: "ep" is no
     further axis, and takes no ranks of its own.
     """

@@ -1,4 +1,5 @@
-"""Configuration: TOML files and overrides in, typed frozen sections out. No torch here: a mistake shows at once.
+"""Configuration: TOML files and overrides in, typed frozen sections out. It imports `settings`, `plugins` and `base`,
+and no torch: a mistake shows at once. Begin with `sections`.
 
 load            from files and overrides to a `Config`: bases, dotted overrides, all problems in one exception
 sections        the typed sections: a class for each table, a documented field for each key
@@ -17,7 +18,6 @@ other_trainers  keys of other trainers, and what they are called here: a file of
 toml_text       tables of a configuration as TOML
 config          a whole configuration, and its canonical text
 diff            what differs between two, and what may
-command         the verb
 """
 
 # These names are exported.

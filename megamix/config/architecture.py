@@ -16,8 +16,8 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import AfterValidator, Field, PositiveInt, model_validator
 from pydantic_core.core_schema import ValidationInfo
 
+from megamix.base.git_lfs import refuse_pointer
 from megamix.config.model_and_data import FamilyConfig, Recompute, Text
-from megamix.git_lfs import refuse_pointer
 from megamix.plugins import FAMILIES
 
 _UNREAD = ("auto_map", "return_dict")  # keys that name code, or the form of results

@@ -4,7 +4,9 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megamix.axes import AXES, OWN_AXES
+from megamix.base.axes import AXES, OWN_AXES
+from megamix.base.constants import DEALT_CHUNKS
+from megamix.base.machine import torch_version
 from megamix.config.model_and_data import default_ffn_hidden_size
 from megamix.config.sections import (
     ContextConfig,
@@ -14,8 +16,6 @@ from megamix.config.sections import (
     Tables,
     TensorConfig,
 )
-from megamix.machine import torch_version
-from megamix.tuned import DEALT_CHUNKS
 
 Found = Iterator[tuple[str, str]]  # the key of each contradiction, and what to write instead
 

@@ -1,4 +1,4 @@
-"""Text to tokens to batches.
+"""Text to tokens to batches. It imports `base` and `plugins`. Begin with `source`.
 
 Before training, once:
 prepare          text becomes token files

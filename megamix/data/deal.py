@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from megamix.tuned import DEALT_CHUNKS
+from megamix.base.constants import DEALT_CHUNKS
 
 
 def deal_chunks(positions: NDArray[np.int64], num_ranks: int) -> NDArray[np.int64]:

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megamix.durable import write_text
-from megamix.git_lfs import refuse_pointer
+from megamix.base.durable import write_text
+from megamix.base.git_lfs import refuse_pointer
 
 
 def read_table(path: Path) -> dict[str, Any]:

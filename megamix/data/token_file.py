@@ -10,9 +10,9 @@ from typing import IO
 import numpy as np
 from numpy.typing import NDArray
 
+from megamix.base.durable import sync_file, written_aside
 from megamix.data.steady_file import DataError, FileArray, SteadyFile, add_file
 from megamix.data.token_index import TokenIndex, write_index
-from megamix.durable import sync_file, written_aside
 
 _SAMPLED, _BLOCK = 256, 2**18  # number of blocks that are read of a .bin, and bytes of a block
 

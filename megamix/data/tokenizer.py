@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from megamix.base.durable import write_text
 from megamix.data import import_extra
 from megamix.data.text_tokenizer import TextTokenizer
 from megamix.data.tokenizer_bulk import bulk_encoder
 from megamix.data.tokenizer_files import copy_files, read_settings, save_settings, special_token
 from megamix.data.tokenizer_kinds import ByteTokenizer, SentencePieceTokenizer
-from megamix.durable import write_text
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as HuggingFaceTokenizer

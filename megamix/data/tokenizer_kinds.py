@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megamix.base.durable import write_text, written_aside
 from megamix.data import import_extra
 from megamix.data.text_tokenizer import TextTokenizer
 from megamix.data.tokenizer_bulk import byte_alphabet
 from megamix.data.tokenizer_files import read_settings, special_token
-from megamix.durable import write_text, written_aside
 
 
 class ByteTokenizer(TextTokenizer):

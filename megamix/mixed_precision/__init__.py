@@ -1,4 +1,5 @@
-"""The mixed-precision step, one idea per file. No file imports one that stands below it.
+"""The mixed-precision step, one idea per file. It imports `comm`, `settings` and `base`, and knows no model. Begin with
+`engine`. No file imports one that stands below it.
 
 Choices and results:
 loss_scale     the power of two that keeps small gradients representable: constant, searched, or another trainer's rule
@@ -8,34 +9,26 @@ step           how far a step is, and its result
 
 Layout and memory:
 flat_layout    places of parameters: buckets, optimizer spans, padding (arithmetic only)
-matrix_layout  places of whole matrices, and the rank that computes with each (arithmetic only)
 storage        memory that exists only while a step needs it; reading a freed parameter raises
 update_slice   an update's arguments: a slice of a bucket's shard, its group, and the step's decisions
 row_stats      statistics of a sum of gradients, in one read or while the sum is computed
 bucket         one flat buffer: gradients, their sum, masters and states, half parameters, and their transfers
 observer       the base class of everything that looks into a step
 
-Optimizers:
-optimizers     the parts of every optimizer: settings, groups, an equation, and the update of bucket after bucket
-half_states    moments in BF16: when and how they are rounded by chance
-adamw          Adam with decoupled weight decay
-nag            gradient descent with Nesterov's momentum
-muon           matrices by orthogonalised momentum, all else by AdamW
+Optimizers and guards:
+optim   the optimizers, in a room of their own
+guards  what would train wrong in silence, refused
 
 Parts from which an engine is built:
-refusals       refused arguments, and the check that all ranks were given the same
-census         the parameters that a model has to train
-links          the ranks that a rank talks to
-weights        weights into the engine and out of it
-module_guard   the check that the module keeps its parameters, each in its place
+census   the parameters that a model has to train
+links    the ranks that a rank talks to
+weights  weights into the engine and out of it
 
 The stages, in the order in which the data flows:
-foreign_params  the graph of a loss, and parameters in it that the module does not have
 grad_reduce    gradients into their buckets by hooks, and buckets to their owners while backward runs
 grad_stats     one agreement of all ranks: overflow, norm, loss; and the multiplier that follows from it
 group_scalars  each group's settings at this update, on the device: betas, momentum, weight decay
 fused_update   one write: unscale, clip, the optimizer's equation, cast to half
-unseen_writes  the search for writes past the engine, in a few steps and before weights are saved
 unit_hooks     hooks where a module's forward begins and ends, and where a unit's backward begins
 param_gather   all-gather of half parameters while the next forward runs
 unit_gather    in place of param_gather: a unit's half parameters, for its forward and again for its backward

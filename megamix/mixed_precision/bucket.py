@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from megamix import tuned
+from megamix.base import constants
 from megamix.comm.collectives import Collectives, Pending, noting
 from megamix.mixed_precision.flat_layout import ROW, BucketPlan, FlatLayout, GroupSpan, ParamSpec
 from megamix.mixed_precision.row_stats import RowStats
@@ -251,7 +251,9 @@ class Bucket:
         for slot, padded_end in zip(plan.slots, plan.padded_ends(), strict=True):
             spec = slot.spec
             view = self.grads[slot.start : slot.end].view(spec.shape)
-            self.param_grads[spec.name] = ParamGrad(spec.name, view, spec.counts, waits=spec.numel < tuned.SMALL_GRAD)
+            self.param_grads[spec.name] = ParamGrad(
+                spec.name, view, spec.counts, waits=spec.numel < constants.SMALL_GRAD
+            )
             if slot.end < padded_end:
                 self._paddings.append(self.grads[slot.end : padded_end])
         if self.storage.grads_pass:

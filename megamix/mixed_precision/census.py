@@ -12,15 +12,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megamix import tuned
+from megamix.base import constants
+from megamix.base.names import by_plain_name, plain_name, prefix_of
 from megamix.comm.collectives import Collectives
 from megamix.comm.host import gather_json
 from megamix.comm.topology import Axis, Topology
 from megamix.mixed_precision.flat_layout import ParamSpec
-from megamix.mixed_precision.optimizers import Optimizer
+from megamix.mixed_precision.optim.optimizer import Optimizer
 from megamix.mixed_precision.settings import Placement, Sharding
 from megamix.mixed_precision.update_slice import UpdateGroup
-from megamix.names import by_plain_name, plain_name, prefix_of
 
 SAVED_DTYPES = (  # dtypes that a checkpoint can hold
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64,
@@ -166,7 +166,7 @@ def _joined(sizes: Sequence[int], whole: int) -> list[int]:
     gather, or the update of a bucket, takes as much host time for ten thousand elements as for a million. `sizes`:
     elements of each unit. `whole`: elements of the model.
     """
-    least = min(tuned.LEAST_UNIT, whole / tuned.LEAST_UNITS)
+    least = min(constants.LEAST_UNIT, whole / constants.LEAST_UNITS)
     numbers = []
     number = 0
     held = math.inf  # elements of the last gather

@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megamix.beside.added_loss import added_losses_times
-from megamix.clock import Clock
+from megamix.base.added_loss import added_losses_times
+from megamix.base.clock import Clock
 from megamix.comm.collectives import make_collectives
 from megamix.comm.topology import Topology
-from megamix.mixed_precision import refusals
 from megamix.mixed_precision.bucket import Bucket, OwnedRange, make_buckets
 from megamix.mixed_precision.census import (
     Census,
@@ -28,22 +27,23 @@ from megamix.mixed_precision.census import (
 )
 from megamix.mixed_precision.examination import Examiner
 from megamix.mixed_precision.flat_layout import FlatLayout, Piece, build_layout
-from megamix.mixed_precision.foreign_params import warn_of_foreign_params
 from megamix.mixed_precision.fused_update import choose_kernels
 from megamix.mixed_precision.grad_reduce import GradReduce, refuse_second_engine
 from megamix.mixed_precision.grad_stats import GradStats, agree, decide, peak_rows, stats_by_piece
+from megamix.mixed_precision.guards import refusals
+from megamix.mixed_precision.guards.foreign_params import warn_of_foreign_params
+from megamix.mixed_precision.guards.module_guard import ModuleGuard
+from megamix.mixed_precision.guards.unseen_writes import UnseenWrites
 from megamix.mixed_precision.links import Links
 from megamix.mixed_precision.loss_scale import SMALLEST_USED, StaticLossScale
-from megamix.mixed_precision.module_guard import ModuleGuard
 from megamix.mixed_precision.moving_buffers import MovingBuffers
 from megamix.mixed_precision.observer import StepObserver
-from megamix.mixed_precision.optimizers import Optimizer
+from megamix.mixed_precision.optim.optimizer import Optimizer
 from megamix.mixed_precision.param_gather import ParamGather
 from megamix.mixed_precision.settings import Precision, Sharding
 from megamix.mixed_precision.step import StepProgress, StepResult, entry, put_table
 from megamix.mixed_precision.tallies import Tallies
 from megamix.mixed_precision.unit_gather import UnitGather
-from megamix.mixed_precision.unseen_writes import UnseenWrites
 from megamix.mixed_precision.update_slice import UpdateGroup
 from megamix.mixed_precision.weights import Fill, full_weights, load_weights, take_over
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from megamix import tuned
+from megamix.base import constants
 
 # Every parameter and every shard starts on a multiple of 64 elements. That is 128 bytes in half precision, so vector
 # loads are aligned (a compiled kernel would first copy misaligned inputs). And it is one row of the statistics, so no
@@ -224,7 +224,7 @@ def _buckets(specs: Sequence[ParamSpec], num_shards: int, bucket_size: int) -> l
     if not matrices or any(spec.shape != spec.full_shape for spec in matrices):
         return flat
     uncut = _cut(specs, num_shards, bucket_size, uncut=True)
-    most = (1 + tuned.MOST_PADDING) * sum(bucket.padded_numel for bucket in flat)
+    most = (1 + constants.MOST_PADDING) * sum(bucket.padded_numel for bucket in flat)
     return uncut if sum(bucket.padded_numel for bucket in uncut) <= most else flat
 
 

@@ -19,12 +19,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from megamix import tuned
+from megamix.base import constants
 from megamix.comm.collectives import Collectives
 from megamix.mixed_precision.bucket import Bucket
 from megamix.mixed_precision.flat_layout import ROW
 from megamix.mixed_precision.group_scalars import GroupScalars
-from megamix.mixed_precision.optimizers import Optimizer
+from megamix.mixed_precision.optim.optimizer import Optimizer
 from megamix.mixed_precision.row_stats import RowStats, chunked_row_stats, row_stats, sum_at_once, sum_in_chunks
 from megamix.mixed_precision.update_slice import (
     Kernel,
@@ -106,7 +106,7 @@ class LibraryUpdate:
     def __call__(self, part: UpdateSlice, step: StepScalars) -> None:
         group = self._groups[part.group]
         at = self._scalars.of(step)[part.group]
-        size = tuned.chunk(tuned.UPDATE_CHUNK, part.grad.numel(), on_gpu=not part.grad.is_cpu)
+        size = constants.chunk(constants.UPDATE_CHUNK, part.grad.numel(), on_gpu=not part.grad.is_cpu)
         buffer = torch.empty(size, dtype=torch.float32, device=part.grad.device)
         chunks = zip(*(torch.split(one, size) for one in (part.grad, part.master, *part.states.values())), strict=True)
         halves = repeat(None) if part.half is None else torch.split(part.half, size)
@@ -126,7 +126,7 @@ class LibraryUpdate:
     def _by_operations(self, part: UpdateSlice, at: UpdateScalars, step: StepScalars) -> None:
         """Run the equation operation by operation, with torch's own kernels."""
         tensors = (part.grad, part.master, *part.states.values())
-        size = tuned.chunk(tuned.EQUATION_CHUNK, part.grad.numel(), on_gpu=not part.grad.is_cpu)
+        size = constants.chunk(constants.EQUATION_CHUNK, part.grad.numel(), on_gpu=not part.grad.is_cpu)
         for grad, master, *rest in zip(*(torch.split(tensor, size) for tensor in tensors), strict=True):
             states = dict(zip(part.states, rest, strict=True))
             gated_update_(self._optimizer.equation, grad, master, states, at, step.found_inf)
@@ -224,7 +224,7 @@ def _compiled_stats(device: torch.device) -> RowStats:
 def _try_out(kernels: Kernels, optimizer: Optimizer, groups: Sequence[UpdateGroup], bucket: Bucket) -> None:
     """Compile everything that a step will call for this bucket."""
     device = bucket.master.device
-    grad = torch.zeros(tuned.TRIAL, dtype=bucket.grad_sum.dtype, device=device)
+    grad = torch.zeros(constants.TRIAL, dtype=bucket.grad_sum.dtype, device=device)
     one = torch.ones((), device=device)
     step = StepScalars(one, one.bool(), one, one)
     kernels.row_stats.of_shard(grad)
@@ -236,5 +236,5 @@ def _try_out(kernels: Kernels, optimizer: Optimizer, groups: Sequence[UpdateGrou
         kernels.update(UpdateSlice(number, grad.to(grad_dtype), master, states, half_part), step)
     if bucket.grad_sum.dtype != bucket.grads.dtype and device.type != "cpu":
         owners = bucket.owners.axis.size
-        size = tuned.TRIAL // owners // ROW * ROW
+        size = constants.TRIAL // owners // ROW * ROW
         kernels.row_stats.of_sum(grad.new_zeros(owners, size, dtype=bucket.grads.dtype), grad[:size])

@@ -13,7 +13,7 @@ from operator import mul
 import torch
 from torch import Tensor
 
-from megamix.mixed_precision.optimizers import Optimizer
+from megamix.mixed_precision.optim.optimizer import Optimizer
 from megamix.mixed_precision.step import entry, put_table
 from megamix.mixed_precision.update_slice import StepScalars, Table, Tensors, UpdateGroup, UpdateScalars
 

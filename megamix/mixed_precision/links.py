@@ -14,7 +14,7 @@ from megamix.comm.collectives import Collectives, make_collectives
 from megamix.comm.topology import Axis, Topology, num_on_machine
 from megamix.mixed_precision.census import Census
 from megamix.mixed_precision.flat_layout import BucketPlan
-from megamix.mixed_precision.refusals import require_equal
+from megamix.mixed_precision.guards.refusals import require_equal
 from megamix.mixed_precision.settings import Precision, Sharding
 
 log = logging.getLogger("megamix")

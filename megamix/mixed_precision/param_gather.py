@@ -12,12 +12,12 @@ from itertools import chain
 import torch
 from torch import nn
 
-from megamix.clock import Clock
+from megamix.base.clock import Clock
+from megamix.base.names import prefix_of
 from megamix.mixed_precision.bucket import Bucket
 from megamix.mixed_precision.grad_reduce import GradReduce
 from megamix.mixed_precision.observer import StepObserver
 from megamix.mixed_precision.unit_hooks import OfModule
-from megamix.names import prefix_of
 
 log = logging.getLogger("megamix")
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megamix import tuned
+from megamix.base import constants
 from megamix.comm.collectives import sum_in_rank_order
 from megamix.mixed_precision.flat_layout import ROW
 
@@ -47,7 +47,7 @@ def chunked_row_stats(grad_shard: Tensor) -> Tensor:
 
     There each operation is a pass of its own, so all of them work in place, in one buffer that stays in a CPU's cache.
     """
-    size = tuned.chunk(tuned.STATS_CHUNK, grad_shard.numel(), on_gpu=not grad_shard.is_cpu) // ROW
+    size = constants.chunk(constants.STATS_CHUNK, grad_shard.numel(), on_gpu=not grad_shard.is_cpu) // ROW
     rows = grad_shard.view(-1, ROW)
     stats = torch.empty(2, len(rows), dtype=torch.float32, device=rows.device)
     buffer = torch.empty(size, ROW, dtype=torch.float32, device=rows.device)
@@ -65,7 +65,7 @@ def sum_in_chunks(of_shard: Callable[[Tensor], Tensor], parts: Tensor, grad_shar
 
     Each chunk's statistics are taken while the chunk is in a CPU's cache, which saves a pass of their own.
     """
-    size = tuned.chunk(tuned.SUMMED_CHUNK, grad_shard.numel(), on_gpu=not grad_shard.is_cpu)
+    size = constants.chunk(constants.SUMMED_CHUNK, grad_shard.numel(), on_gpu=not grad_shard.is_cpu)
     rows = []
     for chunk, chunk_parts in zip(torch.split(grad_shard, size), torch.split(parts, size, dim=1), strict=True):
         sum_in_rank_order(chunk_parts, chunk)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megamix.beside.records import Listener, Reduce
+from megamix.base.records import Listener, Reduce
 
 
 def put_table(table: Sequence[float], device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:

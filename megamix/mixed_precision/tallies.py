@@ -1,4 +1,4 @@
-"""A step's counts and the vectors that they move (megamix/beside/tally.py): counted by each rank, moved once a step."""
+"""A step's counts and the vectors that they move (megamix/base/tally.py): counted by each rank, moved once a step."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from megamix.beside.tally import Counts, Tally
+from megamix.base.names import by_plain_name
+from megamix.base.tally import Counts, Tally
 from megamix.comm.collectives import Collectives
-from megamix.mixed_precision.refusals import require_equal
+from megamix.mixed_precision.guards.refusals import require_equal
 from megamix.mixed_precision.step import StepProgress
-from megamix.names import by_plain_name
 
 
 class Tallies:

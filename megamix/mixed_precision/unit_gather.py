@@ -15,10 +15,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from megamix.clock import Clock
+from megamix.base.clock import Clock
+from megamix.base.names import plain_name
 from megamix.comm.collectives import Collectives, noting
 from megamix.mixed_precision.bucket import Bucket
 from megamix.mixed_precision.grad_reduce import GradReduce
+from megamix.mixed_precision.guards.unseen_writes import UnseenWrites
 from megamix.mixed_precision.observer import StepObserver
 from megamix.mixed_precision.unit_hooks import (
     OfModule,
@@ -28,8 +30,6 @@ from megamix.mixed_precision.unit_hooks import (
     refuse_transforms,
     tensors_in,
 )
-from megamix.mixed_precision.unseen_writes import UnseenWrites
-from megamix.names import plain_name
 
 log = logging.getLogger("megamix")
 

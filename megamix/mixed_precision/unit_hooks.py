@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from megamix.mixed_precision.foreign_params import LEAF, readers_of
+from megamix.mixed_precision.guards.foreign_params import LEAF, readers_of
 
 Member = TypeVar("Member")
 OnForward = Callable[[Any, nn.Module, object], None]  # takes the hook's `given`, the module and its output

@@ -1,4 +1,5 @@
-"""Decoder-only models as plain modules: they know nothing of optimizers, loss scales or ranks.
+"""Decoder-only models as plain modules. It imports `config`, `data` and below: nothing of ranks, engines, loss scales.
+Begin with `decoder`.
 
 language_model      the base class of every family: what a job asks of a model
 decoder             the base class of families of our own layers: read it first

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megamix import tuned
+from megamix.base import constants
+from megamix.base.machine import native_halves
 from megamix.data.loader import IGNORE
-from megamix.machine import native_halves
 from megamix.model import wide
 from megamix.model.wide import apply
 
@@ -90,7 +90,7 @@ class LinearCrossEntropy(torch.autograd.Function):
             grad_weight = torch.zeros_like(weight, dtype=torch.float32)
             ctx.save_for_backward(grad_hidden, grad_weight)
             ctx.dtype = hidden.dtype
-        chunk = max(tuned.LOSS_CHUNK[hidden.device.type != "cpu"], tuned.LOSS_ROWS * len(weight))
+        chunk = max(constants.LOSS_CHUNK[hidden.device.type != "cpu"], constants.LOSS_ROWS * len(weight))
         for rows in wide.row_slices(len(hidden), len(weight), chunk):
             wide_hidden = hidden[rows].to(dtype)
             logits = _product(wide_hidden, wide_weight.t())
@@ -110,7 +110,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 
 def _parts(x: Tensor) -> Iterator[slice]:
-    return wide.row_slices(len(x), x.shape[1], tuned.LOSS_PART[x.device.type != "cpu"])
+    return wide.row_slices(len(x), x.shape[1], constants.LOSS_PART[x.device.type != "cpu"])
 
 
 def _slopes_by_parts(slopes: Slopes, logits: Tensor, targets: Tensor, slope: Tensor, log_likelihood: Tensor) -> None:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
-from megamix.beside.tally import Tally
+from megamix.base.tally import Tally
+from megamix.base.values import has_values
 from megamix.config import DecoderConfig
 from megamix.model.context import Documents, KeyValueCache, find_borders, find_documents, most_borders
 from megamix.model.cross_entropy import Slopes, compiled_slopes, slopes
@@ -19,7 +20,6 @@ from megamix.model.layers import Embedding, Head, RMSNorm, RotaryTable, TwoRotar
 from megamix.model.ops import Ops, takes_borders
 from megamix.model.sizes import is_repeated
 from megamix.model.span import Chunks, Span
-from megamix.values import has_values
 
 EMBEDDING_WEIGHT, HEAD_WEIGHT = "embedding.weight", "head.weight"  # one parameter if they are tied
 

@@ -14,9 +14,9 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megamix.beside.added_loss import add_loss
-from megamix.beside.records import record
-from megamix.beside.tally import Counts, Tally
+from megamix.base.added_loss import add_loss
+from megamix.base.records import record
+from megamix.base.tally import Counts, Tally
 from megamix.config import ExpertsConfig, ModelConfig
 from megamix.model import sizes
 from megamix.model.feed_forward import FeedForward, activate

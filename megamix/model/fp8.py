@@ -19,14 +19,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from megamix.base.machine import torch_version
+from megamix.base.names import matches
 from megamix.config import FP8Config
-from megamix.machine import torch_version
 from megamix.model.decoder import Decoder
 from megamix.model.language_model import LanguageModel
 from megamix.model.layers import Linear
 from megamix.model.ops import Ops, Product, change_ops
 from megamix.model.wide import apply
-from megamix.names import matches
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 HALVES = torch.float16, torch.bfloat16

@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megamix.machine import native_halves, torch_version
+from megamix.base.machine import native_halves, torch_version
+from megamix.base.values import has_values
 from megamix.model import wide
 from megamix.model.context import Documents
 from megamix.model.wide import aten
-from megamix.values import has_values
 
 _VARLEN_KNOWS_GROUPS = torch_version() >= (2, 12)
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from megamix.machine import torch_version
+from megamix.base.machine import torch_version
 
 Recipe = Callable[[], Tensor]
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from megamix.base.values import has_values
 from megamix.model.context import Documents, most_borders
 from megamix.model.ops import Segments
-from megamix.values import has_values
 
 
 @dataclass(frozen=True, slots=True)

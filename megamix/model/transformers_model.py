@@ -22,15 +22,15 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from megamix.base.git_lfs import refuse_pointer
+from megamix.base.values import has_values
 from megamix.config import DecoderConfig, TransformersConfig, architecture
 from megamix.data.loader import IGNORE
-from megamix.git_lfs import refuse_pointer
 from megamix.model.cross_entropy import Slopes, compiled_slopes, linear_cross_entropy, slopes
 from megamix.model.language_model import Cache, Cost, Costs, Draw, LanguageModel, compile_blocks
 from megamix.model.layers import ParamRule
 from megamix.model.ops import Ops
 from megamix.model.sizes import is_repeated
-from megamix.values import has_values
 
 log = logging.getLogger("megamix")
 _PREFIX = "hf."

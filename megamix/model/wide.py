@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megamix.machine import torch_version
+from megamix.base.machine import torch_version
 
 aten = torch.ops.aten
 

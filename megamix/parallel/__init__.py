@@ -1,4 +1,5 @@
-"""One model on several ranks: the block of each parameter that a rank holds, and the traffic between layers.
+"""One model on several ranks: the block of each parameter that a rank holds, and the traffic between layers. It imports
+`model`, `mixed_precision` and below; these two meet only here and above. Begin with `build`.
 
 borders             the collectives at the beginning and end of a divided layer, in forward and backward
 tensor_parallel     a plain model becomes this rank's part of it: a block of every parameter and of the loss

@@ -16,12 +16,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from megamix.base.values import has_values
 from megamix.comm.collectives import Collectives
 from megamix.model.decoder import Decoder
 from megamix.model.experts import AtExperts, Compute, Experts, Routes, SortedRows, at_own_experts
 from megamix.model.ops import host_counts
 from megamix.model.wide import Crossing, apply
-from megamix.values import has_values
 
 FindWay = Callable[[Tensor, int], "_Way"]
 

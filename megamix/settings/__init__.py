@@ -1,4 +1,5 @@
-"""Settings that programs and jobs share: type, default, limits and text of each, once. No torch and no pydantic here.
+"""Settings that programs and jobs share: type, default, limits and text of each, once. It imports neither torch nor
+pydantic. Begin with `optimizers`.
 
 limits       limits of a setting, written into its type, and the check of both
 optimizers   the settings of the optimizers and of their groups

@@ -1,6 +1,5 @@
-"""Tools beside the product: they read, count, measure and judge it.
-
-In the product only a room's `command.py` imports them. A job gets their lines through a function that it passes on.
+"""Tools beside the product: they read, count, measure and judge it. They import any room but `cli`, and only `cli`
+imports them: a job gets their lines through a function that it passes on. Begin with `plan`.
 
 plan    memory of a job, before it starts
 verify  steps and runs against FP64

@@ -28,8 +28,8 @@ from typing import Any, Self, TypeVar
 import torch
 import torch.distributed as dist
 
-from megamix.signals import starts_deaf, stay_deaf
-from megamix.supervise.rendezvous import keep_to_loopback
+from megamix.base.signals import starts_deaf, stay_deaf
+from megamix.launch.rendezvous import keep_to_loopback
 
 T = TypeVar("T")
 

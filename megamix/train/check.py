@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from megamix.axes import OWN_AXES
-from megamix.builders.data import JobCorpus
+from megamix.base.axes import OWN_AXES
+from megamix.base.durable import unwritable
+from megamix.base.machine import WORKSPACES
 from megamix.checkpoint.folder import CHECKPOINTS, MANIFEST, checkpoints, set_aside
 from megamix.config import (
     Config,
@@ -26,9 +27,8 @@ from megamix.config import (
 from megamix.config.problems import short
 from megamix.config.sections import CheckpointConfig
 from megamix.data import installing
-from megamix.durable import unwritable
-from megamix.machine import WORKSPACES
-from megamix.run.run_folder import BEGIN_ANEW, CONFIG, MARKS, RESUME_WORDS, WEIGHTS, copy_problems
+from megamix.launch.run_folder import BEGIN_ANEW, CONFIG, MARKS, RESUME_WORDS, WEIGHTS, copy_problems
+from megamix.train.corpus import JobCorpus
 
 
 def check(config: Config, tell: Callable[[str], None] = lambda line: None, *, starts: bool = False) -> str:
@@ -180,8 +180,8 @@ def _optimizer_doubts(config: Config) -> Iterator[str]:
     section = config.optimizer
     own = getattr(section, section.name)
     if section.groups or any(getattr(own, key, ()) for key in ("matrix", "adamw")):
-        from megamix.builders.objects import build_optimizer
         from megamix.model.family import family_of
+        from megamix.train.build import build_optimizer
 
         family = family_of(config.model)
         optimizer = build_optimizer(section, config.model, config.lr_schedule, config.pace)

@@ -6,8 +6,8 @@ import os
 import shutil
 import sys
 
+from megamix.base.console import say_phase
 from megamix.config import DecoderConfig
-from megamix.supervise.console import say_phase
 
 
 def compiler_problem(model: DecoderConfig) -> str:

@@ -2,7 +2,6 @@
 
 import torch
 
-from megamix.builders.objects import build_optimizer, build_precision
 from megamix.comm.topology import Topology
 from megamix.config import Config, axis_sizes, grad_accum_steps, ranks_along
 from megamix.mixed_precision.average import WeightAverage
@@ -11,6 +10,7 @@ from megamix.mixed_precision.settings import Sharding
 from megamix.mixed_precision.weights import Fill
 from megamix.parallel.build import ModelPart
 from megamix.parallel.micro_batch_runner import MicroBatchRunner
+from megamix.train.build import build_optimizer, build_precision
 
 
 class JobEngine(ShardedEngine):

@@ -9,29 +9,29 @@ from typing import NamedTuple
 
 import torch
 
-from megamix.builders.data import JobCorpus
-from megamix.builders.objects import DTYPES, build_loader
+from megamix.base.console import phase
 from megamix.config import Config, Pace
 from megamix.config.sections import CheckpointConfig, MetricsConfig
-from megamix.inspect.overflows import OverflowHistory
+from megamix.log.chosen_trackers import start_trackers
+from megamix.log.history import main_settings
+from megamix.log.interval_report import IntervalReport
+from megamix.log.metrics import MetricsWriter
+from megamix.log.overflows import OverflowHistory
+from megamix.log.profiling import Profiling
+from megamix.log.readout import mfu_per_token_rate
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.parallel.build import ModelPart, undrawn
 from megamix.parallel.micro_batch_runner import MicroBatchRunner
-from megamix.report.chosen_trackers import start_trackers
-from megamix.report.history import main_settings
-from megamix.report.interval_report import IntervalReport
-from megamix.report.metrics import MetricsWriter
-from megamix.report.profiling import Profiling
-from megamix.report.readout import mfu_per_token_rate
-from megamix.run.batch_plan import BatchPlan
-from megamix.run.checkpointing import RunCheckpoints
-from megamix.run.results import Sample
-from megamix.run.resume import Resume
-from megamix.run.run_record import Progress
-from megamix.supervise.console import phase
+from megamix.train.batch_plan import BatchPlan
 from megamix.train.batches import RankBatches, Validation
+from megamix.train.build import DTYPES, build_loader
+from megamix.train.checkpointing import RunCheckpoints
+from megamix.train.corpus import JobCorpus
 from megamix.train.engine import JobEngine
+from megamix.train.results import Sample
+from megamix.train.resume import Resume
 from megamix.train.run import Run
+from megamix.train.run_record import Progress
 
 
 class Lines(NamedTuple):

@@ -8,12 +8,12 @@ import os
 import shutil
 from pathlib import Path
 
-from megamix.builders.data import JobCorpus
+from megamix.base.durable import existing_parent
+from megamix.base.machine import has_gpu, memory_for_each
 from megamix.checkpoint.folder import CHECKPOINTS, checkpoints
 from megamix.config import Config
-from megamix.durable import existing_parent
-from megamix.machine import has_gpu, memory_for_each
-from megamix.run.least_memory import GIB, STATES, LeastHeld, amount
+from megamix.train.corpus import JobCorpus
+from megamix.train.least_memory import GIB, STATES, LeastHeld, amount
 
 
 class JobSize:

@@ -6,15 +6,15 @@ import os
 from functools import partial
 from pathlib import Path
 
-from megamix.builders.data import JobCorpus
 from megamix.checkpoint.folder import CHECKPOINTS, MANIFEST, checkpoints
 from megamix.checkpoint.manifest import Manifest, RunRecord, check_size, read_manifest
 from megamix.config import Config, ConfigError, DecoderConfig, Pace, first_weights
-from megamix.run.own_code import own_code
-from megamix.run.resume_rules import RNG_RULE, changes, no_step_left, none_is_whole, path_is_damaged, trained_on
-from megamix.run.run_folder import RESUME_WORDS, checkpoint_words, nothing_saved
-from megamix.supervise.run_lock import refuse_held
-from megamix.supervise.run_status import read_status
+from megamix.launch.run_folder import RESUME_WORDS, checkpoint_words, nothing_saved
+from megamix.launch.run_lock import refuse_held
+from megamix.launch.run_status import read_status
+from megamix.train.corpus import JobCorpus
+from megamix.train.own_code import own_code
+from megamix.train.resume_rules import RNG_RULE, changes, no_step_left, none_is_whole, path_is_damaged, trained_on
 
 
 class Judge:
@@ -55,8 +55,8 @@ class Judge:
 
     def lines_of_start(self, path: Path, manifest: Manifest) -> list[str]:
         """Return `lines`, and one if the next update's learning rate has changed."""
-        from megamix.builders.objects import lr_rule
-        from megamix.run.run_record import saved_tables
+        from megamix.train.build import lr_rule
+        from megamix.train.run_record import saved_tables
 
         lines, config, applied = self.lines(path, manifest), self._config, manifest.applied_updates
         if 0 < applied < config.pace.steps:
@@ -77,7 +77,7 @@ class Judge:
             check_size(path / file.name, file)
         if self._other_code(manifest):
             from megamix.checkpoint.verify import read_checkpoint
-            from megamix.run.run_record import check_run
+            from megamix.train.run_record import check_run
 
             read_checkpoint(path, check_run)
         return manifest
@@ -101,8 +101,8 @@ class Judge:
         return manifest.run.code != self._record.code or bool(self._config.plugins)
 
     def _check_states(self, path: Path, manifest: Manifest) -> None:
-        from megamix.builders.objects import build_optimizer
-        from megamix.run.run_record import check_states
+        from megamix.train.build import build_optimizer
+        from megamix.train.run_record import check_states
 
         config = self._config
         build = partial(build_optimizer, config.optimizer, config.model, config.lr_schedule, config.pace)

@@ -4,19 +4,19 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 
-from megamix.builders.data import JobCorpus
 from megamix.checkpoint.folder import CHECKPOINTS
 from megamix.checkpoint.manifest import RunRecord
 from megamix.config import Config
 from megamix.model.family import parameter_count
-from megamix.run.own_code import own_code
-from megamix.run.ranks_agree import started_with
-from megamix.run.resume import Resume
-from megamix.run.resume_rules import RNG_RULE, trained_on
 from megamix.train.check import folder_problems
+from megamix.train.corpus import JobCorpus
 from megamix.train.job import NO_LINES, Job, Lines, build
 from megamix.train.judge import Judge
+from megamix.train.own_code import own_code
 from megamix.train.ranks import met
+from megamix.train.ranks_agree import started_with
+from megamix.train.resume import Resume
+from megamix.train.resume_rules import RNG_RULE, trained_on
 from megamix.train.run import Run
 from megamix.train.trainer import Trainer
 

@@ -9,16 +9,14 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from megamix.builders.data import JobCorpus
+from megamix.base.console import say, say_phase
+from megamix.base.signals import LeaveRequest, signals_noted
 from megamix.checkpoint.all_or_none import AllOrNone
 from megamix.comm.collectives import make_collectives
 from megamix.comm.topology import NotMetError, Topology, leave_ranks, local_device, meet_ranks
 from megamix.config import ConfigError, ParallelismConfig, axis_sizes, ranks_along
-from megamix.run.ranks_agree import KnownData, known_data
-from megamix.signals import LeaveRequest, signals_noted
-from megamix.supervise.console import say, say_phase
-from megamix.supervise.run_lock import HeldError
-from megamix.supervise.status import (
+from megamix.launch.run_lock import HeldError
+from megamix.launch.status import (
     EndedEarlyError,
     NoAnswerError,
     NoMemoryError,
@@ -26,6 +24,8 @@ from megamix.supervise.status import (
     StuckError,
     WrongDataError,
 )
+from megamix.train.corpus import JobCorpus
+from megamix.train.ranks_agree import KnownData, known_data
 
 
 @dataclass

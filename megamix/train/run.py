@@ -11,30 +11,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megamix.base.console import Console, say
+from megamix.base.machine import cpu_name, num_cores
 from megamix.checkpoint.all_or_none import AllOrNone
 from megamix.comm.topology import side_store
 from megamix.config import ConfigError
 from megamix.config.sections import CheckpointConfig
-from megamix.inspect.live_tensors import tell_live_tensors
-from megamix.machine import cpu_name, num_cores
+from megamix.launch import run_folder
+from megamix.launch.journal import Journal, Reached
+from megamix.launch.ledger import COMPILE, START, Ledger, age_s, boot_s
+from megamix.launch.liveness import Position, RollCall
+from megamix.launch.run_folder import checkpoint_words
+from megamix.launch.run_lock import run_lock
+from megamix.launch.run_status import refuse_if_stuck
+from megamix.launch.status import EndedEarlyError, NoMemoryError
+from megamix.launch.watchdog import Watchdog, early_end
+from megamix.log.alerts import send
+from megamix.log.live_tensors import tell_live_tensors
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.flat_layout import ParamSpec
 from megamix.mixed_precision.weights import Fill
-from megamix.report.alerts import send
-from megamix.report.metrics import cut_logs
-from megamix.run import run_folder
-from megamix.run.own_code import source
-from megamix.run.run_folder import checkpoint_words
-from megamix.run.run_record import Progress
-from megamix.supervise.console import Console, say
-from megamix.supervise.journal import Journal, Reached
-from megamix.supervise.ledger import COMPILE, START, Ledger, age_s, boot_s
-from megamix.supervise.liveness import Position, RollCall
-from megamix.supervise.run_lock import run_lock
-from megamix.supervise.run_status import refuse_if_stuck
-from megamix.supervise.status import EndedEarlyError, NoMemoryError
-from megamix.supervise.watchdog import Watchdog, early_end
+from megamix.train.own_code import source
 from megamix.train.ranks import Ranks
+from megamix.train.run_record import Progress, cut_logs
 
 # Seconds for which a rank that has written its share waits for the slowest rank, as long as that one makes progress. If
 # it makes none, the watchdog ends the run earlier.

@@ -10,27 +10,27 @@ from functools import partial
 import numpy as np
 import torch
 
+from megamix.base.console import folded, format_scale
+from megamix.base.signals import LeaveRequest
 from megamix.data.sampler import Samples, mix64, num_samples
-from megamix.inspect.outcome import Outcome, Readout
-from megamix.inspect.overflows import GaveUpError
-from megamix.inspect.replicas import check_replicas
-from megamix.inspect.scale_search import ScaleSearch
+from megamix.launch.journal import Reached
+from megamix.launch.ledger import COMPILE, SAVING, TRAINED, VALIDATION
+from megamix.launch.liveness import Position
+from megamix.launch.status import EndedEarlyError, PreemptedError, SaveFailedError, leaves
+from megamix.log.metrics import DETAILED_EVERY, format_lines, load_tags, set_tag
+from megamix.log.outcome import Outcome, Readout
+from megamix.log.overflows import GaveUpError
+from megamix.log.rank_times import RankTimes
+from megamix.log.readout import RecordedRows, gather_precision, peak_memory_gib
+from megamix.log.scale_search import ScaleSearch
 from megamix.mixed_precision.step import Examination, StepResult
 from megamix.parallel.micro_batch_runner import MicroBatch
-from megamix.report.metrics import DETAILED_EVERY, format_lines, load_tags, set_tag
-from megamix.report.rank_times import RankTimes
-from megamix.report.readout import RecordedRows, gather_precision, peak_memory_gib
-from megamix.run.batch_plan import Attempt, BatchPlan, Fate, GlobalBatch
-from megamix.run.results import write_results
-from megamix.run.run_record import Progress
-from megamix.signals import LeaveRequest
-from megamix.supervise.console import folded, format_scale
-from megamix.supervise.journal import Reached
-from megamix.supervise.ledger import COMPILE, SAVING, TRAINED, VALIDATION
-from megamix.supervise.liveness import Position
-from megamix.supervise.status import EndedEarlyError, PreemptedError, SaveFailedError, leaves
+from megamix.train.batch_plan import Attempt, BatchPlan, Fate, GlobalBatch
 from megamix.train.batches import Validation
 from megamix.train.job import Job
+from megamix.train.replicas import check_replicas
+from megamix.train.results import write_results
+from megamix.train.run_record import Progress
 
 MEMORY_AT_UPDATE = 2  # by then all memory that lives from step to step is allocated
 

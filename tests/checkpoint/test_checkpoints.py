@@ -11,7 +11,7 @@ import pytest
 from megamix import Checkpoints
 from megamix.checkpoint.folder import Files
 from megamix.checkpoint.manifest import DamagedCheckpoint
-from megamix.hub.source import open_source
+from megamix.hf.source import open_source
 from tests.checkpoint.state import differences, fill, fp16_engine
 
 

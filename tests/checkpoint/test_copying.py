@@ -12,7 +12,7 @@ import pytest
 from megamix.checkpoint.copying import copy_checkpoint
 from megamix.checkpoint.folder import Files, checkpoints
 from megamix.checkpoint.verify import verify_checkpoint
-from megamix.cli import main
+from megamix.cli.verbs import main
 from tests.checkpoint.faults import FaultyFiles, listing
 from tests.checkpoint.state import resume, save_steps
 

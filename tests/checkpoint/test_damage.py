@@ -20,7 +20,7 @@ from megamix.checkpoint.load import load_or_older, newest_checkpoint
 from megamix.checkpoint.save import remove_old
 from megamix.checkpoint.snapshot import owned_parts
 from megamix.checkpoint.verify import verify_checkpoint
-from megamix.cli import main
+from megamix.cli.verbs import main
 from megamix.train.check import folder_problems
 from tests.builders import tiny_job
 from tests.checkpoint.faults import listing

@@ -13,7 +13,7 @@ from megamix import NAG
 from megamix.checkpoint import boxes, verify
 from megamix.checkpoint.export_dcp import export_dcp
 from megamix.checkpoint.verify import verify_checkpoint
-from megamix.cli import main
+from megamix.cli.verbs import main
 from tests.builders import make_model
 from tests.checkpoint.faults import listing
 from tests.checkpoint.state import fill, fp16_engine, full_value, save_now, save_steps

@@ -24,8 +24,8 @@ from megamix import (
     Precision,
     StaticLossScale,
     TorchLossScale,
-    tuned,
 )
+from megamix.base import constants
 from megamix.checkpoint.manifest import RunRecord
 from megamix.checkpoint.snapshot import owned_parts, take_snapshot
 from megamix.checkpoint.verify import read_checkpoint
@@ -98,7 +98,7 @@ def _loaded(layout, folders):
     for folder in folders:
         for part in owned_parts(engine):
             part.tensor.zero_()
-        with mock.patch.object(tuned, "READ_AHEAD", 500):  # bytes: rows and boxes begin and end anywhere in a chunk
+        with mock.patch.object(constants, "READ_AHEAD", 500):  # bytes: rows and boxes begin and end anywhere in a chunk
             load_newest(folder, engine)
         parts = [part for part in owned_parts(engine) if not torch.equal(part.tensor, wanted(engine, part, 3))]
         wrong += [f"{part.state} of {part.param} at {part.box} from {folder.name}" for part in parts]

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megamix import tuned
+from megamix.base import constants
 from megamix.comm import collectives
 from megamix.comm.collectives import Collectives, GlooCollectives, NcclCollectives, make_collectives
 from megamix.comm.topology import Axis, Topology, local_device, meet_ranks
@@ -33,7 +33,7 @@ def _reduce_scatter(dtype):
     ours = _world()
     assert isinstance(ours, GlooCollectives)
     pending, shards = [], []
-    with mock.patch.object(tuned, "SUM_CHUNK", 64):  # of the pieces that stay in cache
+    with mock.patch.object(constants, "SUM_CHUNK", 64):  # of the pieces that stay in cache
         for numel in numels:
             flat = _inputs(rank, numel * size, dtype)
             shards.append(flat.view(size, -1)[rank])

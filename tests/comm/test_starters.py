@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import megamix
-from megamix.cli import main
-from megamix.comm import starters
+from megamix.cli.verbs import main
+from megamix.comm import start_ranks
 from megamix.tools.ranks import forkserver
 from tests.builders import make_engine, tiny_job
 
@@ -146,7 +146,7 @@ def test_a_job_that_srun_starts_without_a_launcher_is_one_job(told, tmp_path, da
     ],
 )  # fmt: skip
 def test_what_a_starter_says_becomes_what_torchrun_would(variables, want, told, monkeypatch):
-    monkeypatch.setattr(starters, "meet_ranks", met := mock.Mock())
+    monkeypatch.setattr(start_ranks, "meet_ranks", met := mock.Mock())
     told |= variables
     assert megamix.start_ranks(timeout_s=7.0) == torch.device("cpu")
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
@@ -156,7 +156,7 @@ def test_what_a_starter_says_becomes_what_torchrun_would(variables, want, told, 
 
 
 def test_two_steps_of_a_job_meet_at_two_ports(told, monkeypatch):
-    monkeypatch.setattr(starters, "meet_ranks", mock.Mock())
+    monkeypatch.setattr(start_ranks, "meet_ranks", mock.Mock())
     ports = []
     for rank, step in ((0, "1"), (1, "1"), (0, "2")):
         for name in filter(KNOWN.search, [*told]):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megamix.cli import main
+from megamix.cli.verbs import main
 from megamix.config import (
     Config,
     ContextConfig,
@@ -37,8 +37,8 @@ from megamix.config.optimizers import OptimizerGroup, OptimizerSchedules, Settin
 from megamix.config.sections import SECTIONS, AlertConfig, AverageConfig, CopyConfig, PrometheusConfig, WandbConfig
 from megamix.config.toml_text import parse_value
 from megamix.config.unread import READ_WHERE
+from megamix.log.metrics import TAGS
 from megamix.plugins import LOSS_SCALES, OPTIMIZERS
-from megamix.report.metrics import TAGS
 from tests.config import names
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"

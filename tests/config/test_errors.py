@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megamix import AdamW, Checkpoints, Precision
-from megamix.cli import main
+from megamix.cli.verbs import main
 from megamix.config import (
     Config,
     ConfigError,

@@ -6,7 +6,7 @@ import tomllib
 
 import pytest
 
-from megamix.cli import main
+from megamix.cli.verbs import main
 from megamix.config import ConfigError, DecoderConfig, TensorConfig, config_from_dict, load_config, saved_tree
 from megamix.config.old_keys import upgraded_text
 from megamix.plugins import FAMILIES

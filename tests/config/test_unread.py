@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megamix.cli import main
+from megamix.cli.verbs import main
 from megamix.config import Config, ConfigError, config_from_dict, effective_tables, load_config
 from megamix.config.model_and_data import SCALING
 from megamix.config.toml_text import parse_value, value_text

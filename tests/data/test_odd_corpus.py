@@ -13,6 +13,7 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
+from megamix.base.progress import ProgressLine
 from megamix.data.prepare.corpus import input_corpus
 from megamix.data.prepare.faults import fault_of
 from megamix.data.prepare.plan import make_plan
@@ -20,7 +21,6 @@ from megamix.data.prepare.prepare_corpus import Request, prepare_corpus
 from megamix.data.prepare.tokenizer_choice import TokenizerChoice
 from megamix.data.token_file import TokenFile
 from megamix.plugins import READERS
-from megamix.progress import ProgressLine
 
 BOM = b"\xef\xbb\xbf"
 LONG = "a long line " * 20_000

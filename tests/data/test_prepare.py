@@ -10,6 +10,7 @@ from itertools import pairwise
 
 import pytest
 
+from megamix.base.progress import ProgressLine
 from megamix.data.prepare import prepare_corpus as prepare_module
 from megamix.data.prepare import tokenizer_choice
 from megamix.data.prepare.corpus import input_corpus
@@ -19,7 +20,6 @@ from megamix.data.prepare.split import Split, split_of
 from megamix.data.prepare.tokenizer_choice import TokenizerChoice
 from megamix.data.token_file import TokenFile
 from megamix.data.tokenizer import Tokenizer
-from megamix.progress import ProgressLine
 
 OUTPUTS = {"tokenizer.json", "tokenizer_config.json", "train.bin", "train.idx", "valid.bin", "valid.idx"}
 

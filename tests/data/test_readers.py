@@ -14,13 +14,13 @@ from unittest import mock
 
 import pytest
 
+from megamix.base.progress import ProgressLine
 from megamix.data.prepare.corpus import input_corpus, named_corpus
 from megamix.data.prepare.pieces import PieceReport, documents_of
 from megamix.data.prepare.plan import make_plan, read_piece
 from megamix.data.prepare.prepare_corpus import Request, prepare_corpus
 from megamix.data.prepare.split import Split
 from megamix.data.prepare.tokenizer_choice import TokenizerChoice
-from megamix.progress import ProgressLine
 from tests.conftest import FULL
 
 TEXTS = [f"document {number} " + "wörter " * (number % 40) for number in range(500)]

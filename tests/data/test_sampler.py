@@ -10,9 +10,9 @@ import random
 import numpy as np
 import pytest
 
+from megamix.base.constants import DEALT_CHUNKS
 from megamix.data.deal import deal_chunks
 from megamix.data.sampler import Blend, BlendStage, blend_order, micro_batches, mix64, permute, windows_of_samples
-from megamix.tuned import DEALT_CHUNKS
 from tests.conftest import FULL
 
 SIZES = [1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 31, 64, 97, 100, 127, 128, 129, 1009, 4096, 65537]

@@ -14,8 +14,8 @@ from megamix.data.loader import IGNORE, BatchLoader, joined
 from megamix.data.sampler import Blend, BlendStage, micro_batches
 from megamix.data.source import BlendedSource, MarkovSource, TokenFileSource, TokenSpan, split
 from megamix.data.token_file import TokenFile, token_file_writer
-from megamix.run.batch_plan import BatchPlan
-from megamix.run.run_record import Progress
+from megamix.train.batch_plan import BatchPlan
+from megamix.train.run_record import Progress
 from tests.conftest import FULL
 
 

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 
 from megamix import AdamW, Precision, ShardedEngine, Sharding
+from megamix.base.machine import torch_version
 from megamix.comm.topology import Topology
 from megamix.config import ModelConfig, ParallelismConfig
 from megamix.config.mesh_checks import SPLITS_BACKWARD
 from megamix.data.loader import Batch
-from megamix.machine import torch_version
 from megamix.mixed_precision.loss_scale import DynamicLossScale
 from megamix.model.transformer import Transformer
 from megamix.parallel.build import build_model, drawn

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megamix.mixed_precision.muon import MOMENTUM, Muon
-from megamix.mixed_precision.nag import NAG
+from megamix.mixed_precision.optim.muon import MOMENTUM, Muon
+from megamix.mixed_precision.optim.nag import NAG
 
 
 class Reference(NamedTuple):

@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megamix import NAG, AdamW, DynamicLossScale, Precision, Sharding
-from megamix.live_storage import LiveStorage
+from megamix.base.live_storage import LiveStorage
 from megamix.mixed_precision.flat_layout import ROW
 from megamix.tools.plan.engine_memory import EngineMemory
 from tests.builders import make_engine, make_model, train_step

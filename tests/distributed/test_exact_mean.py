@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from megamix.data.loader import IGNORE
-from megamix.mixed_precision.adamw import AdamW
 from megamix.mixed_precision.loss_scale import DynamicLossScale
+from megamix.mixed_precision.optim.adamw import AdamW
 from megamix.mixed_precision.settings import Precision
 from tests.builders import make_engine
 

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megamix import AdamW, Precision, ShardedEngine, Sharding, StaticLossScale, tuned
+from megamix import AdamW, Precision, ShardedEngine, Sharding, StaticLossScale
+from megamix.base import constants
 from megamix.comm.collectives import Collectives
 from megamix.comm.topology import Axis, Topology
 from megamix.mixed_precision.census import Census
@@ -40,7 +41,7 @@ def _train_where_every_sum_exceeds_fp16(reduce_dtype):
     precision = Precision(torch.float16, loss_scale=StaticLossScale(1.0), reduce_dtype=reduce_dtype)
     engine = ShardedEngine(model, AdamW(lr=0.1), precision, clip_grad=0.5, compile_update=False)
     found_inf, norms = [], []
-    with mock.patch.multiple(tuned, SUM_CHUNK=32, SUMMED_CHUNK=64):  # two pieces, each in two
+    with mock.patch.multiple(constants, SUM_CHUNK=32, SUMMED_CHUNK=64):  # two pieces, each in two
         for step in range(3):
             engine.backward(_steep(model, step, dist.get_rank(), 0))
             result = engine.step()

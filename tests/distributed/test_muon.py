@@ -11,11 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megamix import tuned
+from megamix.base import constants
 from megamix.comm.collectives import GlooCollectives
-from megamix.mixed_precision import fused_update, muon
-from megamix.mixed_precision.matrix_layout import matrices_of
-from megamix.mixed_precision.muon import Muon, orthogonalised
+from megamix.mixed_precision import fused_update
+from megamix.mixed_precision.optim import muon
+from megamix.mixed_precision.optim.matrix_layout import matrices_of
+from megamix.mixed_precision.optim.muon import Muon, orthogonalised
 from tests.conftest import FULL, also_wide
 from tests.distributed import test_equals_reference as plain
 from tests.distributed.test_equals_reference import GROUPS, draw, run_engine
@@ -70,7 +71,7 @@ AXES = {axis: values for axis, values in plain.AXES.items() if axis not in ("opt
 
 def _laid_out(*, uncut):
     """Make matrices lie whole in one shard at any cost, or anyhow."""
-    return mock.patch.object(tuned, "MOST_PADDING", 100.0 if uncut else -1.0)
+    return mock.patch.object(constants, "MOST_PADDING", 100.0 if uncut else -1.0)
 
 
 @pytest.mark.parametrize("dp_size", also_wide(COUNTS, 2))

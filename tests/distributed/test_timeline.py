@@ -12,7 +12,7 @@ from megamix import Precision, Sharding
 from megamix.comm import timeline as timeline_module
 from megamix.comm.collectives import Pending
 from megamix.comm.timeline import Timeline, Transfer
-from megamix.report.profiling import Transfers
+from megamix.log.profiling import Transfers
 from tests.builders import make_engine, make_model, train_step
 
 

@@ -6,7 +6,7 @@ from typing import Annotated
 import torch
 from pydantic import Field
 
-from megamix.mixed_precision.optimizers import Optimizer
+from megamix.mixed_precision.optim.optimizer import Optimizer
 from megamix.plugins import Section, register_optimizer
 
 

@@ -2,7 +2,7 @@
 
 from pydantic import PositiveInt
 
-from megamix.axes import AxisKind
+from megamix.base.axes import AxisKind
 from megamix.plugins import Section, register_axis
 
 

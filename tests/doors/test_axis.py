@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megamix import Sharding
-from megamix.axes import AXES, AxisKind
+from megamix.base.axes import AXES, AxisKind
 from megamix.checkpoint.load import load, newest_checkpoint
 from megamix.checkpoint.manifest import RunRecord, read_manifest
 from megamix.checkpoint.save import save

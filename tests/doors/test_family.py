@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from megamix.cli import main
+from megamix.cli.verbs import main
 from megamix.comm.topology import Topology
 from megamix.config import ConfigError, ParallelismConfig
 from megamix.model.family import family_of, parameter_count

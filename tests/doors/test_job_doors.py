@@ -9,10 +9,10 @@ import sys
 
 import pytest
 
+from megamix.base.progress import ProgressLine
 from megamix.data.prepare.corpus import input_corpus
 from megamix.data.prepare.plan import make_plan, read_piece
 from megamix.data.token_file import TokenFile
-from megamix.progress import ProgressLine
 from megamix.tools.verify.layouts.observe import batches
 from tests.builders import corpus_of, run_on_ranks, tiny_job
 from tests.data.prepare_job import prepare

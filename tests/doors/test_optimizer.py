@@ -15,17 +15,18 @@ import torch
 from safetensors.torch import load_file
 from torch._dynamo.utils import counters
 
-from megamix import AdamW, ShardedEngine, Sharding, tuned
+from megamix import AdamW, ShardedEngine, Sharding
+from megamix.base import constants
 from megamix.checkpoint.actions import verify
 from megamix.checkpoint.load import load, newest_checkpoint
 from megamix.checkpoint.manifest import RunRecord, read_manifest
 from megamix.checkpoint.save import save
 from megamix.checkpoint.snapshot import take_snapshot
-from megamix.cli import main
+from megamix.cli.verbs import main
 from megamix.comm.topology import Topology
 from megamix.config import ParallelismConfig, resized
 from megamix.mixed_precision import fused_update
-from megamix.mixed_precision.optimizers import Optimizer
+from megamix.mixed_precision.optim.optimizer import Optimizer
 from megamix.mixed_precision.update_slice import UpdateScalars
 from megamix.parallel.build import build_model, drawn
 from megamix.plugins import OPTIMIZERS
@@ -218,7 +219,7 @@ def test_the_compiled_path_has_one_graph_for_each_set_of_states_and_the_same_res
     # Traced as for a compiler, whose own work would cost seconds and prove no more.
     traced = {"dynamic": True, "fullgraph": True, "backend": "eager"}
     monkeypatch.setattr(fused_update, "_compile", lambda function: torch.compile(function, **traced))
-    monkeypatch.setattr(tuned, "TRIAL", 256)
+    monkeypatch.setattr(constants, "TRIAL", 256)
     torch._dynamo.reset()
     before = counters["stats"]["unique_graphs"]
     library, engine = _build(), _build(compiled=True)

@@ -16,10 +16,10 @@ from typing import NamedTuple
 
 import pytest
 
+from megamix.base.processes import children_of, process_start
 from megamix.checkpoint.folder import checkpoints
 from megamix.checkpoint.manifest import read_manifest
-from megamix.supervise.processes import children_of, process_start
-from megamix.supervise.run_status import read_status
+from megamix.launch.run_status import read_status
 from megamix.tools.ranks import DEADLINE_S
 from tests.builders import tiny_job
 from tests.conftest import FULL
@@ -29,7 +29,7 @@ from tests.programs import with_settings
 ROOT = Path(__file__).resolve().parents[2]
 
 SCRIPT = ["launch/pretrain.sh"]
-LAUNCH = [sys.executable, "-m", "megamix.supervise.launch", "--standalone", "--nproc-per-node=2"]
+LAUNCH = [sys.executable, "-m", "megamix.launch.torchrun", "--standalone", "--nproc-per-node=2"]
 LAUNCH += ["-m", "megamix", "train"]
 
 # Beside the numbers of ranks: the launcher, the other node's (the first one's store is where all meet), the launcher
@@ -236,7 +236,7 @@ def test_a_one_node_job_listens_on_loopback_alone(ended, not_elsewhere):
         pytest.skip(f"seen only where the machine's name may be loopback's: no namespaces ({not_elsewhere.strip()})")
 
 
-@pytest.mark.skipif(not FULL, reason="--full: seconds of a real launcher; tests/supervise has its parts")
+@pytest.mark.skipif(not FULL, reason="--full: seconds of a real launcher; tests/launch has its parts")
 def test_under_nohup_a_run_outlives_its_terminal(tmp_path, data):
     config = _config(tmp_path / "job", data, 60)
     job = _start(config, by_script=True, before=["nohup"])

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
-from megamix.cli import main
+from megamix.cli.verbs import main
 from tests.builders import tiny_job, write_data
 from tests.conftest import FULL
 from tests.programs import with_settings

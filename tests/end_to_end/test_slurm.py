@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megamix.supervise.run_status import read_status
+from megamix.launch.run_status import read_status
 from tests.builders import tiny_job
 from tests.conftest import FULL
 from tests.slurm_cluster import Cluster, until

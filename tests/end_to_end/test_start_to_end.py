@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from megamix.cli import main
+from megamix.cli.verbs import main
 from megamix.config import load_config
 from tests.builders import run_on_ranks
 from tests.conftest import FULL

@@ -12,7 +12,8 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from megamix import NAG, AdamW, tuned
+from megamix import NAG, AdamW
+from megamix.base import constants
 from megamix.comm.collectives import Collectives
 from megamix.comm.topology import Axis
 from megamix.mixed_precision.fused_update import CompiledUpdate, choose_kernels
@@ -78,7 +79,7 @@ def _sum(stats, half, numel):
 
 def _losses(h100):
     """The loss's slopes, between the products of head and loss, in chunks of one size, as a step's are."""
-    compiled, rows = compiled_slopes(), tuned.LOSS_PART[1] // VOCAB
+    compiled, rows = compiled_slopes(), constants.LOSS_PART[1] // VOCAB
 
     def once(rows):
         compiled(_zeros((rows, VOCAB)), _zeros(rows, torch.int64), _zeros((rows, VOCAB), torch.bfloat16))

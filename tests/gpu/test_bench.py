@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megamix.cli import main
+from megamix.cli.verbs import main
 from megamix.model import layers
 from megamix.tools.bench import benches, ranks
 from megamix.tools.bench.sides import Ours, plain

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megamix.cli import main
+from megamix.cli.verbs import main
 from megamix.config import ModelConfig
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.model import wide

@@ -14,17 +14,17 @@ from unittest import mock
 import pytest
 import torch
 
-from megamix.cli import main
+from megamix.cli.verbs import main
 from megamix.train.trainer import Trainer
 from tests.builders import run_on_ranks, tiny_job
 from tests.gpu.pools import processes_with_gpus
+from tests.launch import test_signals, test_watchdog
 from tests.model.grouped import grouped_products
-from tests.supervise import test_signals, test_watchdog
 from tests.train.outcome import differences, end_of
 from tests.train.recorded import Record, attempts_recorded
 
 FIRST, STEADY = 4, 10
-READOUT = "synchronize of an event at megamix/values.py"
+READOUT = "synchronize of an event at megamix/base/values.py"
 
 
 def _synchronize():

@@ -9,7 +9,7 @@ import os
 import gpu_kernels
 import pytest
 
-from megamix.machine import torch_version
+from megamix.base.machine import torch_version
 from tests.gpu import h100, kernels
 
 TRITON = h100.search_path()

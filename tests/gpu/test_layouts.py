@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megamix.cli import main
-from megamix.machine import CPU_HALVES
+from megamix.base.machine import CPU_HALVES
+from megamix.cli.verbs import main
 from megamix.model import layers, ops
 from megamix.model.ops import Ops
 from megamix.tools.ranks import RankPool

@@ -15,8 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megamix import AdamW, Precision, ShardedEngine, Sharding
 from megamix.config import load_config
-from megamix.mixed_precision import census, fused_update, links, tallies, unseen_writes
+from megamix.mixed_precision import census, fused_update, links, tallies
 from megamix.mixed_precision import engine as engine_module
+from megamix.mixed_precision.guards import unseen_writes
 from megamix.model.transformer import Transformer
 from tests.gpu.h100 import fake_tensors
 

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import nn
 from torch._dynamo.utils import counters
 
-from megamix import NAG, AdamW, Precision, Sharding, StaticLossScale, tuned
+from megamix import NAG, AdamW, Precision, Sharding, StaticLossScale
+from megamix.base import constants
 from megamix.comm.collectives import make_collectives
 from megamix.comm.topology import Topology
 from megamix.mixed_precision import fused_update
@@ -176,7 +177,7 @@ def test_statistics_in_place_have_the_bits_of_plain_operations(dtype):
     values[900:902] = torch.tensor([float("nan"), float("inf")])
     grad = values.to(dtype)
     kept = grad.clone()
-    with mock.patch.object(tuned, "STATS_CHUNK", 64 * 8):
+    with mock.patch.object(constants, "STATS_CHUNK", 64 * 8):
         stats = chunked_row_stats(grad)
     torch.testing.assert_close(stats, row_stats(grad), rtol=0, atol=0, equal_nan=True)
     assert torch.equal(grad.view(torch.uint8), kept.view(torch.uint8))
@@ -211,7 +212,7 @@ def test_engines_with_many_different_constants_are_all_compiled(monkeypatch):
     # The limit is on the number of graphs of one code object, no matter who makes the kernels.
     traced = {"dynamic": True, "fullgraph": True, "backend": "eager"}
     monkeypatch.setattr(fused_update, "_compile", lambda function: torch.compile(function, **traced))
-    monkeypatch.setattr(tuned, "TRIAL", 64)
+    monkeypatch.setattr(constants, "TRIAL", 64)
     for number in range(10):
         optimizer = NAG(lr=0.1, momentum=0.05 * number)
         assert isinstance(_choose_for(optimizer, torch.float16, ALONE).update, CompiledUpdate)

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
-from megamix import NAG, AdamW, Optimizer, ParamGroup, Sharding, tuned
+from megamix import NAG, AdamW, Optimizer, ParamGroup, Sharding
+from megamix.base import constants
 from megamix.comm.topology import Topology
 from megamix.mixed_precision import fused_update
 from tests.builders import FP32, make_engine
@@ -159,7 +160,7 @@ def test_one_graph_serves_all_groups_and_their_schedules(monkeypatch):
     # Traced as for a compiler, whose own work would cost seconds and prove no more.
     traced = {"dynamic": True, "fullgraph": True, "backend": "eager"}
     monkeypatch.setattr(fused_update, "_compile", lambda function: torch.compile(function, **traced))
-    monkeypatch.setattr(tuned, "TRIAL", 256)
+    monkeypatch.setattr(constants, "TRIAL", 256)
     torch._dynamo.reset()
     before = counters["stats"]["unique_graphs"]
     _assert_equal(_trained(SCHEDULED["adamw"], None, compiled=True), _by_schedule("adamw"))

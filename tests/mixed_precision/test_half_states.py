@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from megamix import NAG, AdamW, ParamGroup, Precision, Sharding, tuned
-from megamix.mixed_precision.half_states import by_chance, needs_chance
+from megamix import NAG, AdamW, ParamGroup, Precision, Sharding
+from megamix.base import constants
+from megamix.mixed_precision.optim.half_states import by_chance, needs_chance
 from tests.builders import loss_of, make_batch, make_engine, make_model
 
 BF16 = torch.bfloat16
@@ -63,7 +64,7 @@ def test_a_second_moment_decays_as_beta2_says():
     # elements.
     bound = 5 * 2.0**-7 * math.sqrt(200) / math.sqrt(4096)
     assert abs(float(_decayed(200).mean()) / 0.999**200 - 1) < bound
-    with mock.patch("megamix.mixed_precision.adamw.needs_chance", lambda beta: False):
+    with mock.patch("megamix.mixed_precision.optim.adamw.needs_chance", lambda beta: False):
         assert (_decayed(10) == 1).all()  # rounded to nearest it stays
     assert [needs_chance(beta) for beta in (0.9, 0.95, 0.98, 0.99, 0.999)] == [False, False, False, True, True]
 
@@ -100,7 +101,7 @@ def test_no_bit_depends_on_ranks_buckets_or_pieces(run_ranks, optimizer):
     train = partial(_trained, OPTIMIZERS[optimizer])
     want = _joined(train())
     assert {tensor.dtype for (_, state), tensor in want.items() if state != "master"} == {BF16}
-    with mock.patch.multiple(tuned, UPDATE_CHUNK=128, EQUATION_CHUNK=64):
+    with mock.patch.multiple(constants, UPDATE_CHUNK=128, EQUATION_CHUNK=64):
         runs = [_joined(train(bucket_size=700))]
     runs.append(_joined(*run_ranks(train, 2)))
     runs.append(_joined(*run_ranks(partial(train, shard="parameters", bucket_size=1111), 4)))

@@ -14,8 +14,8 @@ from torch.optim import _muon
 
 from megamix import Muon, Optimizer, ParamGroup
 from megamix.mixed_precision.flat_layout import ParamSpec, build_layout
-from megamix.mixed_precision.matrix_layout import Place, choose_homes, is_cut, matrices_of, pieces_of
-from megamix.mixed_precision.muon import MOMENTUM, orthogonalised
+from megamix.mixed_precision.optim.matrix_layout import Place, choose_homes, is_cut, matrices_of, pieces_of
+from megamix.mixed_precision.optim.muon import MOMENTUM, orthogonalised
 from tests.builders import make_engine
 
 U32 = 2.0**-24

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from megamix import Muon, ParamGroup
-from megamix.mixed_precision.muon import DIRECTION_SQ
+from megamix.mixed_precision.optim.muon import DIRECTION_SQ
 from tests.builders import make_engine
 
 # Polar Express for five turns, as nanochat has it. It divides a matrix by 1.01 times its norm, and 1e-6 more. As in the

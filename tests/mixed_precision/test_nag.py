@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from megamix import NAG, Precision, StaticLossScale, tuned
+from megamix import NAG, Precision, StaticLossScale
+from megamix.base import constants
 from megamix.mixed_precision.fused_update import LibraryUpdate
 from megamix.mixed_precision.update_slice import StepScalars, UpdateScalars, UpdateSlice
 from tests.builders import BF16, FP32, make_engine
@@ -105,7 +106,7 @@ def test_each_form_is_its_librarys_rule_within_fp32_rounding_and_a_skipped_step_
 
 @pytest.mark.parametrize("form", FORMS)
 def test_without_a_compiler_any_cut_gives_the_same_bits_and_the_gate_leaves_every_bit(form, monkeypatch):
-    monkeypatch.setattr(tuned, "UPDATE_CHUNK", 64 * 8)
+    monkeypatch.setattr(constants, "UPDATE_CHUNK", 64 * 8)
     optimizer, numel = NAG(lr=0.1, **FORMS[form][0]), 48 * 64
     group = optimizer.group_of("weight", (48, 64))._replace(weight_decay=(0.1,))
     update_ = LibraryUpdate(optimizer, [group], torch.device("cpu"))

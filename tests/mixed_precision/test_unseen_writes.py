@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megamix import NAG, AdamW, Checkpoints, DynamicLossScale, Muon, Precision, Sharding, StaticLossScale
-from megamix.mixed_precision import unseen_writes
+from megamix.mixed_precision.guards import unseen_writes
 from megamix.mixed_precision.settings import Shard
 from tests.builders import (
     BF16,

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megamix.beside import added_loss
+from megamix.base import added_loss
+from megamix.base.machine import CPU_HALVES
 from megamix.config import FP8Config, load_config
-from megamix.machine import CPU_HALVES
 from megamix.model import cross_entropy, experts, fp8, wide
 from megamix.model.cross_entropy import linear_cross_entropy
 from megamix.model.family import family_of

@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megamix import tuned
+from megamix.base import constants
+from megamix.base.live_storage import LiveStorage
 from megamix.data.loader import IGNORE
-from megamix.live_storage import LiveStorage
 from megamix.model.cross_entropy import linear_cross_entropy
 from tests.model.rounding import U32, UNIT, randn, saved_bytes
 
@@ -26,9 +26,9 @@ def test_loss_and_gradients_are_those_of_fp64_but_for_few_roundings(monkeypatch,
     """FP16 computes in FP32 and rounds its gradients once. BF16 rounds logits and slopes, too, as its products do. A
     sum of FP32 has as many roundings as terms, of which most cancel.
     """
-    monkeypatch.setattr(tuned, "LOSS_ROWS", chunk_rows)
-    monkeypatch.setattr(tuned, "LOSS_CHUNK", (1, 1))
-    monkeypatch.setattr(tuned, "LOSS_PART", (3 * VOCAB, 1))
+    monkeypatch.setattr(constants, "LOSS_ROWS", chunk_rows)
+    monkeypatch.setattr(constants, "LOSS_CHUNK", (1, 1))
+    monkeypatch.setattr(constants, "LOSS_PART", (3 * VOCAB, 1))
     leaves, targets = inputs(dtype), TARGETS.clone()
     targets[0, 4] = targets[2] = IGNORE
     loss = linear_cross_entropy(*leaves, targets)
@@ -48,9 +48,9 @@ def test_loss_and_gradients_are_those_of_fp64_but_for_few_roundings(monkeypatch,
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_its_peak_is_its_two_gradients_in_fp32_and_no_logits(monkeypatch, dtype):
     rows, hidden_size, vocab_size, chunk_rows = 2048, 16, 1024, 32
-    monkeypatch.setattr(tuned, "LOSS_ROWS", chunk_rows)
-    monkeypatch.setattr(tuned, "LOSS_CHUNK", (1, 1))
-    monkeypatch.setattr(tuned, "LOSS_PART", (8 * vocab_size, 1))
+    monkeypatch.setattr(constants, "LOSS_ROWS", chunk_rows)
+    monkeypatch.setattr(constants, "LOSS_CHUNK", (1, 1))
+    monkeypatch.setattr(constants, "LOSS_PART", (8 * vocab_size, 1))
     hidden = randn(rows, hidden_size, dtype=dtype).requires_grad_()
     weight = randn(vocab_size, hidden_size, seed=1, dtype=dtype).requires_grad_()
     targets = torch.zeros(rows, dtype=torch.int64)

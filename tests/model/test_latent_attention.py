@@ -10,7 +10,7 @@ from transformers import DeepseekV3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
 
 from megamix.config import ModelConfig, config_from_dict, model_problems
-from megamix.hub.links import format_of
+from megamix.hf.links import format_of
 from megamix.model.attention import LatentAttention
 from megamix.model.context import KeyValueCache
 from megamix.model.family import flops_per_token, parameter_count

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from megamix.base.live_storage import LiveStorage
 from megamix.config import ModelConfig
-from megamix.live_storage import LiveStorage
 from megamix.model.transformer import Transformer
 from tests.model.kept_bytes import kept_bytes_per_token
 from tests.model.rounding import FP16_WIDE, saved_bytes

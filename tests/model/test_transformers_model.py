@@ -18,12 +18,12 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.functional import cross_entropy
 
-from megamix.cli import main
+from megamix.base.console import Console
+from megamix.base.live_storage import LiveStorage
+from megamix.cli.verbs import main
 from megamix.config import ConfigError, architecture
-from megamix.live_storage import LiveStorage
 from megamix.model import transformers_model
 from megamix.model.family import family_of
-from megamix.supervise.console import Console
 from megamix.tools.plan.activations import TracedWork, trace_stage
 from megamix.tools.verify.core.layout import parse_layout
 from megamix.tools.verify.layouts.layout_lines import verify_layout

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megamix.machine import CPU_HALVES, half_units, native_halves
+from megamix.base.machine import CPU_HALVES, half_units, native_halves
 from megamix.model import ops, wide
 from tests.model.rounding import ALL_WIDE, NATIVE, UNIT, forward_and_grads, randn, saved_bytes
 

@@ -6,7 +6,7 @@ from torch import nn
 
 from megamix import AdamW, Precision, ShardedEngine, Sharding
 from megamix.comm.topology import Topology
-from megamix.inspect.replicas import DamagedMemory, check_replicas
+from megamix.train.replicas import DamagedMemory, check_replicas
 from tests.parallel.layouts import Case, are_equal, assemble, backward, build, states, world_rank
 
 

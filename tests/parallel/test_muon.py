@@ -8,7 +8,7 @@ from torch import nn
 
 from megamix import Muon, Sharding
 from megamix.comm.topology import Topology
-from megamix.mixed_precision.muon import MOMENTUM, orthogonalised
+from megamix.mixed_precision.optim.muon import MOMENTUM, orthogonalised
 from megamix.mixed_precision.settings import Placement
 from megamix.mixed_precision.update_slice import MASTER
 from tests.builders import make_engine

@@ -10,9 +10,9 @@ from megamix.checkpoint.manifest import RunRecord
 from megamix.checkpoint.save import save
 from megamix.checkpoint.snapshot import take_snapshot
 from megamix.comm.topology import Topology
-from megamix.inspect.culprits import gather_peaks
-from megamix.inspect.replicas import check_replicas
+from megamix.log.culprits import gather_peaks
 from megamix.mixed_precision.settings import Placement
+from megamix.train.replicas import check_replicas
 from tests.checkpoint.state import all_or_none_of
 from tests.parallel.layouts import are_equal, assemble, contents, states
 

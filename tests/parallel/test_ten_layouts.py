@@ -9,12 +9,12 @@ from megamix.checkpoint.load import load, newest_checkpoint
 from megamix.checkpoint.manifest import RunRecord
 from megamix.checkpoint.save import save
 from megamix.checkpoint.snapshot import take_snapshot
-from megamix.inspect.culprits import gather_peaks
-from megamix.inspect.replicas import check_replicas
+from megamix.log.culprits import gather_peaks
 from megamix.tools.verify.core.layout import parse_layout
 from megamix.tools.verify.core.observed_step import rank_device
 from megamix.tools.verify.layouts.observe import take_step
 from megamix.train.engine import build_training
+from megamix.train.replicas import check_replicas
 from tests.checkpoint.state import all_or_none_of
 from tests.conftest import FULL
 from tests.parallel.layouts import are_equal, assemble, contents, states, with_one_inf

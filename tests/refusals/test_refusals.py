@@ -16,14 +16,14 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from megamix import cli
 from megamix.checkpoint.manifest import UNTRAINED
-from megamix.cli import main
+from megamix.cli import verbs
+from megamix.cli.verbs import main
 from megamix.config import ConfigError, load_config
 from megamix.config.toml_text import tables_to_toml, value_text
-from megamix.run.own_code import own_code
-from megamix.run.ranks_agree import check_same_job, started_with
-from megamix.run.resume_rules import RNG_RULE, trained_on
+from megamix.train.own_code import own_code
+from megamix.train.ranks_agree import check_same_job, started_with
+from megamix.train.resume_rules import RNG_RULE, trained_on
 from tests.builders import corpus_of, run_on_ranks, write_data
 from tests.checkpoint.seal import edit
 from tests.conftest import FULL
@@ -34,7 +34,7 @@ STEPS = 3  # of the runs whose checkpoints are gone on from
 CHECKPOINT = f"checkpoints/step_{STEPS:08d}"
 PLUGINS = tomllib.loads((HERE / "plugged.toml").read_text(encoding="utf-8"))["plugins"]
 CODE = cache(own_code)
-PARSER = cli._parser
+PARSER = verbs._parser
 RECORDS = os.environ.get("MEGAMIX_RECORD") == "1"
 TOP = 'base = "../tiny.toml"\n'
 FILES = {
@@ -91,7 +91,7 @@ def place(tmp_path_factory):
 def in_place(request, row, place, monkeypatch):
     """Work there, as no rank of a job. Import a row's plugins anew, and parsers and sources once for all rows."""
     monkeypatch.chdir(place)
-    monkeypatch.setattr("megamix.cli._parser", lambda argv: parser_of(argv[0]))
+    monkeypatch.setattr("megamix.cli.verbs._parser", lambda argv: parser_of(argv[0]))
     monkeypatch.setattr("megamix.train.judge.own_code", CODE)
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)

@@ -8,12 +8,12 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-import megamix.train.command  # noqa: F401  # else each rank would import it anew
-from megamix.cli import main
-from megamix.run.batch_plan import BatchPlan
-from megamix.signals import stay_deaf
-from megamix.supervise import watchdog
+import megamix.cli.train  # noqa: F401  # else each rank would import it anew
+from megamix.base.signals import stay_deaf
+from megamix.cli.verbs import main
+from megamix.launch import watchdog
 from megamix.tools.ranks import DEADLINE_S, forkserver
+from megamix.train.batch_plan import BatchPlan
 from tests.conftest import FULL
 
 

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 
 from megamix.mixed_precision.step import StepProgress
-from megamix.run.batch_plan import OnOverflow
+from megamix.train.batch_plan import OnOverflow
 from tests.builders import SEQ_LEN, run_on_ranks, tiny_job
 from tests.conftest import FULL
 from tests.train.outcome import differences, end_of

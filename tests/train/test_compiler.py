@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch._inductor.config as inductor
 
-from megamix.cli import main
+from megamix.cli.verbs import main
 from megamix.train.compiler import load_compiler
 from tests.builders import tiny_job
 
@@ -34,7 +34,7 @@ def test_vectors_are_tried_where_the_update_may_need_it(tmp_path, monkeypatch, c
 
 @pytest.mark.parametrize(("check", "status", "begin"), [(["--check"], 0, "note: "), ([], 2, "")])
 def test_a_model_without_a_compiler_is_told_in_a_line(tmp_path, monkeypatch, data, capsys, check, status, begin):
-    monkeypatch.setattr("megamix.train.command.has_gpu", lambda: False)
+    monkeypatch.setattr("megamix.cli.train.has_gpu", lambda: False)
     monkeypatch.setenv("CXX", "no-such-compiler")
     (tmp_path / "job.toml").write_text(tiny_job(tmp_path, tokens=data, model={"compile": True}).text)
     assert main(["train", str(tmp_path / "job.toml"), *check]) == status

@@ -14,26 +14,25 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megamix import tuned
+from megamix.base import constants
+from megamix.base.machine import cpu_name, num_cores
 from megamix.checkpoint import load
 from megamix.checkpoint.all_or_none import AllOrNone
-from megamix.cli import main
+from megamix.cli.verbs import main
 from megamix.config import ConfigError, load_config
 from megamix.config.unread import READ_WHERE, drop_unread
-from megamix.machine import cpu_name, num_cores
+from megamix.launch.status import NoAnswerError, PreemptedError, WrongDataError
+from megamix.log.history import read_history
+from megamix.log.metrics import TAGS, is_overflow
+from megamix.log.report.plot import figures
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.model.family import parameter_count
 from megamix.parallel import build
-from megamix.report.history import read_history
-from megamix.report.metrics import TAGS, is_overflow
-from megamix.report.plot import figures
-from megamix.run import results
-from megamix.run.resume import Resume
-from megamix.supervise.status import NoAnswerError, PreemptedError, WrongDataError
-from megamix.train import job, ranks, run
+from megamix.train import job, ranks, results, run
 from megamix.train import main as train_main
 from megamix.train.engine import build_training
 from megamix.train.main import run_job
+from megamix.train.resume import Resume
 from tests.builders import BRANCHING, VOCAB, run_on_ranks, tiny_job, write_data
 from tests.config.test_unread import CASES
 from tests.conftest import FULL
@@ -262,7 +261,7 @@ def test_a_start_moves_with_each_parameter_that_it_draws_and_each_piece_that_it_
     monkeypatch.setattr(train_main, "Run", Watched)
     monkeypatch.setattr(build, "drawn", noting(build.drawn))
     monkeypatch.setattr(load, "verified_chunks", chunks)
-    monkeypatch.setattr(tuned, "READ_AHEAD", 1 << 16)
+    monkeypatch.setattr(constants, "READ_AHEAD", 1 << 16)
     for steps in (1, 2):
         run_job(tiny_job(tmp_path, tokens=data, steps=steps, eval_interval=0, warmup_steps=0))
         assert len({*seen}) == len(seen) > 4

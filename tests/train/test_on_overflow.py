@@ -12,12 +12,12 @@ from unittest import mock
 import pytest
 from safetensors.torch import load_file, save_file
 
+from megamix.base.console import COLUMNS
 from megamix.checkpoint.folder import checkpoints
-from megamix.inspect.overflows import GaveUpError
+from megamix.log.overflows import GaveUpError
 from megamix.mixed_precision.engine import ShardedEngine
-from megamix.run.batch_plan import Attempt, BatchPlan
-from megamix.supervise.console import COLUMNS
 from megamix.train import job
+from megamix.train.batch_plan import Attempt, BatchPlan
 from tests.builders import run_on_ranks, tiny_job
 from tests.checkpoint.seal import edit
 from tests.conftest import FULL

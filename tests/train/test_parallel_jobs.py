@@ -15,10 +15,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megamix.cli import main
+from megamix.cli.verbs import main
 from megamix.config import FP8Config, load_config
+from megamix.log.metrics import TAGS
 from megamix.model import fp8
-from megamix.report.metrics import TAGS
 from tests.builders import EXPERTS, divided, run_on_ranks, tiny_job, write_data
 from tests.distributed.pipelines import SCHEDULES
 from tests.train.outcome import metrics_of

@@ -15,7 +15,7 @@ ALLOWED = {
 
 SCRIPT = f"""
 import builtins, sys
-from megamix.cli import main
+from megamix.cli.verbs import main
 
 real = builtins.__import__
 refused = set()

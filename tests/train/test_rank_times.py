@@ -8,8 +8,8 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from megamix.clock import Clock
-from megamix.supervise.console import Console
+from megamix.base.clock import Clock
+from megamix.base.console import Console
 from tests.builders import run_on_ranks, tiny_job
 
 INTERVALS = 8

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megamix.cli import main
+from megamix.cli.verbs import main
 from megamix.config import load_config, ranks_along
 from megamix.model.family import parameter_count
 from tests.builders import run_on_ranks

@@ -14,11 +14,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megamix.builders.objects import build_loader
-from megamix.cli import main
-from megamix.hub.source import open_source
-from megamix.supervise.status import PreemptedError
+from megamix.cli.verbs import main
+from megamix.hf.source import open_source
+from megamix.launch.status import PreemptedError
 from megamix.train.batches import RankBatches, Validation
+from megamix.train.build import build_loader
 from megamix.train.engine import build_training
 from megamix.train.trainer import Trainer
 from tests.builders import EXPERTS, SEQ_LEN, corpus_of, run_on_ranks, tiny_job

@@ -1,4 +1,4 @@
-"""The way from text to token files. It runs once, before training.
+"""The way from text to token files, once, before training. It imports the rest of `data`. Begin with `prepare_corpus`.
 
 prepare_corpus    calls the others, in this order
 corpus            the files of a corpus
@@ -13,7 +13,6 @@ tables            readers of Parquet and Arrow files
 tokenizer_choice  the tokenizer: trained here, the user's own, or bytes
 pieces            the encoding of pieces, and their joining to token files
 workers           processes that encode and train the tokenizer
-command           the verb
 """
 
 MANIFEST_NAME = "manifest.json"

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
+from megamix.base.git_lfs import pointed_bytes
 from megamix.data.prepare.compressed import DAMAGE, is_named, open_plain
 from megamix.data.prepare.tables import table_fault
-from megamix.git_lfs import pointed_bytes
 from megamix.plugins import COMPRESSIONS, FILE_KINDS, READERS
 
 _CSV = tuple(ending + more for ending in (".csv", ".tsv") for more in ("", *COMPRESSIONS))

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megamix.base.durable import write_text
 from megamix.data.prepare.corpus import counted
 from megamix.data.prepare.plan import PlannedFile
 from megamix.data.prepare.records import BadRecord
-from megamix.durable import write_text
 
 BAD_RECORDS_NAME = "bad_records.jsonl"
 _UNITS = {"jsonl": "line", "json": "record"}

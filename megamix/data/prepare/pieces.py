@@ -12,6 +12,7 @@ from zipfile import BadZipFile
 import numpy as np
 from numpy.typing import NDArray
 
+from megamix.base.durable import written_aside
 from megamix.data.prepare.lost import Line, line_of
 from megamix.data.prepare.plan import CorpusPiece, grouped, read_piece
 from megamix.data.prepare.records import BadRecord
@@ -19,7 +20,6 @@ from megamix.data.prepare.split import DocumentInPart, Split
 from megamix.data.text_tokenizer import TextTokenizer
 from megamix.data.token_file import token_dtype, token_file_writer
 from megamix.data.tokenizer import open_tokenizer
-from megamix.durable import written_aside
 
 PARTS = ("train", "valid")
 _CHUNK_TOKENS = 2**20  # tokens of a file of a piece: a piece may be of any size, and memory holds a file

@@ -13,6 +13,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+from megamix.base.machine import memory_for_each, num_cores
+from megamix.base.progress import ProgressLine
 from megamix.data.prepare.compressed import is_named, window_bytes
 from megamix.data.prepare.corpus import Corpus, CorpusFile
 from megamix.data.prepare.faults import fault_of
@@ -20,9 +22,7 @@ from megamix.data.prepare.json_records import elements, lines, read_json
 from megamix.data.prepare.records import BadRecord, Record, Records, Stretch, read_registered, read_text
 from megamix.data.prepare.tables import arrow_columns, cut_parquet, parquet_columns, read_table
 from megamix.data.steady_file import file_fingerprint
-from megamix.machine import memory_for_each, num_cores
 from megamix.plugins import COMPRESSIONS, READERS
-from megamix.progress import ProgressLine
 
 T = TypeVar("T")
 PIECE_BYTES = 2**24  # bytes of a piece, a second or two of work: a kill loses it, the last worker may be late by it

@@ -15,6 +15,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megamix.base.durable import folder_aside, lock_file, remove_asides, write_text
+from megamix.base.machine import num_cores
+from megamix.base.progress import ProgressLine
 from megamix.data.prepare import MANIFEST_NAME
 from megamix.data.prepare.corpus import Corpus, counted, first_few
 from megamix.data.prepare.lost import BAD_RECORDS_NAME, check_losses, count_losses, line_of, told_losses, write_lines
@@ -26,9 +29,6 @@ from megamix.data.prepare.tokenizer_choice import TRAIN, TRAIN_BYTES, TokenizerC
 from megamix.data.prepare.workers import call_apart, encode_pieces, wait_for_orphans
 from megamix.data.steady_file import file_fingerprint
 from megamix.data.tokenizer import open_tokenizer
-from megamix.durable import folder_aside, lock_file, remove_asides, write_text
-from megamix.machine import num_cores
-from megamix.progress import ProgressLine
 
 log = logging.getLogger("megamix")
 

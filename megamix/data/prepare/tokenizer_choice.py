@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megamix.base.durable import folder_aside
+from megamix.base.progress import ProgressLine
 from megamix.data.prepare.pieces import PieceReport, documents_of
 from megamix.data.prepare.plan import CorpusPiece, Plan, grouped, read_piece
 from megamix.data.prepare.split import Split
@@ -14,8 +16,6 @@ from megamix.data.text_tokenizer import TextTokenizer
 from megamix.data.tokenizer import END_OF_TEXT, MIN_VOCAB_SIZE, Tokenizer, open_tokenizer, save_tokenizer
 from megamix.data.tokenizer_files import tokenizer_files
 from megamix.data.tokenizer_kinds import ByteTokenizer
-from megamix.durable import folder_aside
-from megamix.progress import ProgressLine
 
 log = logging.getLogger("megamix")
 

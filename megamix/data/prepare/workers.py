@@ -12,10 +12,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO, Any
 
+from megamix.base.durable import lock_file
+from megamix.base.signals import starts_deaf, stay_deaf
 from megamix.data.prepare.pieces import EncodingJob, PieceReport, encode_piece, opened_tokenizer
 from megamix.data.prepare.plan import CorpusPiece
-from megamix.durable import lock_file
-from megamix.signals import starts_deaf, stay_deaf
 
 _LOCK_NAME = "workers.lock"
 

@@ -1,4 +1,5 @@
-"""Audit of a training step: the dtype in which every number is kept, and the digits that it loses.
+"""Audit of a training step: the dtype in which every number is kept, and the digits that it loses. It imports any room
+below `tools`, and `verify`. Begin with `audit`.
 
 facts      facts on each parameter; the ranks' parts put together
 finite     first loss, gradient, state or weight that is not finite
@@ -12,5 +13,4 @@ audit      `megamix.audit`, which puts these together
 script     audit of any command, from outside
 in_script  its part in each process of the script
 start      folder on the script's path, by which its Pythons tell of their updates
-command    the verb
 """

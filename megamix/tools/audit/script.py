@@ -14,7 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
-from megamix.signals import sigterm_noted
+from megamix.base.signals import sigterm_noted
 from megamix.tools.audit.facts import Note
 from megamix.tools.audit.report import AuditReport
 

@@ -1,4 +1,4 @@
-"""Measurements: `megamix bench`.
+"""Measurements: `megamix bench`. It imports `ranks`, `train` and below. Begin with `benches`.
 
 benches        benches by name
 train_bench    whole training steps beside torch's ways
@@ -10,5 +10,4 @@ sides          sides of a comparison: ours, and torch's own ways
 layout_sides   sides in which ranks divide the model
 ranks          ranks of a bench, one set for each side
 report         medians and quartiles, in print and as JSON
-command        the verb
 """

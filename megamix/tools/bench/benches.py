@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
+from megamix.base.console import drop_unwritten, say
+from megamix.base.machine import set_torch_environment
+from megamix.base.progress import ProgressLine
 from megamix.config import ConfigError
-from megamix.machine import set_torch_environment
-from megamix.progress import ProgressLine
-from megamix.supervise.console import drop_unwritten, say
 from megamix.tools.bench.host_bench import host
 from megamix.tools.bench.ranks import Settings
 from megamix.tools.bench.report import Result, append_line, describe_machine, machine_line, progress

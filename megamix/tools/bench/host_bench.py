@@ -17,7 +17,7 @@ from itertools import product
 from typing import Any, NamedTuple
 from unittest import mock
 
-from megamix import tuned
+from megamix.base import constants
 from megamix.config import ModelConfig
 from megamix.tools.bench.ranks import Settings, Side, TrainRank, rotated, start_ranks
 from megamix.tools.bench.report import Goal, Result, paired_ratio, progress, rounds_told, show, spread, table
@@ -62,7 +62,7 @@ class Unjoined(Ours):
     """megamix with each unit gathered by itself, as a large model's units are, however small the model is."""
 
     def __init__(self, work: Work):
-        with mock.patch.object(tuned, "LEAST_UNIT", 0):
+        with mock.patch.object(constants, "LEAST_UNIT", 0):
             super().__init__(work, shard="parameters")
 
 

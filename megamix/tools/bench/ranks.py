@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megamix.live_storage import LiveStorage
-from megamix.machine import keep_freed_memory, peak_resident
+from megamix.base.live_storage import LiveStorage
+from megamix.base.machine import keep_freed_memory, peak_resident
 from megamix.model.family import flops_per_token, parameter_count
 from megamix.model.sizes import dense_peak
 from megamix.tools.bench.report import progress, rounds_told

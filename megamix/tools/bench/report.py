@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megamix.base.machine import cpu_name, half_units, native_halves, num_cores
+from megamix.base.progress import duration
 from megamix.data import DISTRIBUTION
-from megamix.machine import cpu_name, half_units, native_halves, num_cores
-from megamix.progress import duration
-from megamix.run.own_code import version
+from megamix.train.own_code import version
 
 
 class Spread(NamedTuple):

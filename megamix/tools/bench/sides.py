@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 from torch.nn.parallel import DistributedDataParallel
 
+from megamix.base.machine import native_halves
 from megamix.config import FP8Config, ModelConfig
-from megamix.machine import native_halves
-from megamix.mixed_precision.adamw import AdamW
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.loss_scale import DynamicLossScale
-from megamix.mixed_precision.muon import Muon
+from megamix.mixed_precision.optim.adamw import AdamW
+from megamix.mixed_precision.optim.muon import Muon
 from megamix.mixed_precision.settings import Precision, Shard, Sharding
 from megamix.mixed_precision.weights import Fill
 from megamix.model.family import parameter_count

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megamix.clock import Clock
+from megamix.base.clock import Clock
 from megamix.comm.collectives import Pending
 from megamix.mixed_precision.bucket import Bucket
 from megamix.mixed_precision.engine import ShardedEngine

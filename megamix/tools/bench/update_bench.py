@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from megamix.config import ModelConfig
-from megamix.mixed_precision.adamw import AdamW
 from megamix.mixed_precision.census import take_census
 from megamix.mixed_precision.fused_update import choose_kernels
 from megamix.mixed_precision.grad_stats import stats_by_piece
+from megamix.mixed_precision.optim.adamw import AdamW
 from megamix.mixed_precision.row_stats import RowStats
 from megamix.mixed_precision.settings import Sharding
 from megamix.mixed_precision.update_slice import Kernel, StepScalars

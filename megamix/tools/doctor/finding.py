@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megamix.supervise.console import say
+from megamix.base.console import say
 
 # Verdicts with their marks on the page.
 _MARKS = {"ok": "ok", "slow": "SLOW", "broken": "BROKEN", "not judged": "?", "does not apply": "-"}

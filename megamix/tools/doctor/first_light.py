@@ -24,10 +24,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-from megamix.log_file import parsed
-from megamix.signals import end_noted
-from megamix.supervise.console import say
-from megamix.supervise.processes import children_of
+from megamix.base.console import say
+from megamix.base.log_file import parsed
+from megamix.base.processes import children_of
+from megamix.base.signals import end_noted
 from megamix.tools.doctor.finding import Finding
 
 RESULTS, PAGE, LOG = "results.jsonl", "page.txt", "log.txt"

@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
+from megamix.base.signals import PREEMPTED
 from megamix.config import config_from_dict
 from megamix.model.fp8 import FP8_CAPABILITY
-from megamix.signals import PREEMPTED
 from megamix.tools.bench.sides import SIZES, ByHand, Engine, Ours, Work, fitted, half_of
 from megamix.tools.doctor.finding import Finding, expected, found, not_here
 from megamix.tools.doctor.first_light import end_tree, start
@@ -123,7 +123,7 @@ def _job(name: str, changes: Mapping[str, Any]) -> list[str]:
     own = {"data": {"train": [{"markov": 16, "weight": 1.0}]}, "checkpoint": {"folder": name}}
     config = config_from_dict(expected()["job"], own, changes)
     Path(f"{name}.toml").write_text(config.text)
-    return ["-m", "megamix.pretrain", "--standalone", "--", f"{name}.toml"]
+    return ["-m", "megamix.cli.pretrain", "--standalone", "--", f"{name}.toml"]
 
 
 def _run(

@@ -13,8 +13,8 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from megamix.durable import unwritable
-from megamix.machine import num_cores
+from megamix.base.durable import unwritable
+from megamix.base.machine import num_cores
 from megamix.tools.doctor.finding import Finding, found, not_here
 
 _MIB, _GIB = 2**20, 2**30

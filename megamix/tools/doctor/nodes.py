@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import Store, rendezvous  # type: ignore[attr-defined]  # not in its __all__
 
 from megamix.comm.topology import local_device, meet_ranks
-from megamix.supervise.liveness import Board, names
+from megamix.launch.liveness import Board, names
 from megamix.tools.doctor import ranks
 from megamix.tools.doctor.finding import Finding, found, not_here
 from megamix.tools.doctor.host import judge_hostname, probe_hostname

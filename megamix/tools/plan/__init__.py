@@ -1,4 +1,5 @@
-"""Memory and time of a job, before anything is launched, and memory compared with measured memory.
+"""Memory and time of a job, before anything is launched. It imports `model`, `mixed_precision`, `parallel`, `train` and
+below. Begin with `memory_plan` and `time_model`.
 
 memory_plan      memory of a rank: bytes held, and the peak of each phase
 engine_memory    bytes that an engine holds, and that each stage needs on top
@@ -10,7 +11,6 @@ expert_rows      rows of experts if tokens choose unevenly
 limits           limits from flags
 advice           changes for a job that does not fit
 report           the table, and whether it fits
-command          the verb
 
 time_work        the work of a step, as the time model reads it
 time_job         the work of a configured job

@@ -18,10 +18,10 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from megamix.base.live_storage import LiveStorage
 from megamix.comm.collectives import ShapesAlone
 from megamix.comm.topology import Topology
 from megamix.config import DecoderConfig, FP8Config, ParallelismConfig, axis_sizes, ranks_along
-from megamix.live_storage import LiveStorage
 from megamix.model.family import family_of
 from megamix.model.fp8 import compute_in_fp8, fp8_names
 from megamix.model.language_model import LanguageModel

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from megamix import tuned
+from megamix.base import constants
 from megamix.mixed_precision.bucket import BucketBytes
 from megamix.mixed_precision.flat_layout import ROW, BucketPlan
 from megamix.mixed_precision.settings import Precision
@@ -94,7 +94,7 @@ class EngineMemory:
             sums = self._scratch(self.buckets[:number]) + sum(one.total for one in self.passing)
             sums += sum(one.rank_sum for one in (travelling if self._owner_adds else before))
             numels = [slot.spec.numel for slot in bucket.plan.slots]
-            waiting = self._precision.dtype.itemsize * sum(numel for numel in numels if numel < tuned.SMALL_GRAD)
+            waiting = self._precision.dtype.itemsize * sum(numel for numel in numels if numel < constants.SMALL_GRAD)
             found.append(Filling(bucket.plan, params, grads, waiting, sums))
         return found
 
@@ -119,7 +119,7 @@ class EngineMemory:
         half = self._precision.dtype.itemsize
         grad = FP32 if self._owner_adds else self._sum_dtype.itemsize
         states = max(group.state_bytes for group in self._groups)
-        trial = tuned.TRIAL * (half + grad + FP32 + states) if self.compiled else 0
+        trial = constants.TRIAL * (half + grad + FP32 + states) if self.compiled else 0
         weights = max(bucket.params for bucket in self.passing)
         casts = half * self.largest_shard if weights and half < FP32 else 0
         return max(trial, weights + casts, *(bucket.grads for bucket in self.passing))
@@ -127,7 +127,7 @@ class EngineMemory:
     def reduce(self) -> int:
         """Return the bytes of the chunk in which a sum is in FP32 before it is rounded."""
         is_rounded = self._scratch(self.buckets) and self._sum_dtype != torch.float32
-        return FP32 * min(tuned.SUM_CHUNK, self.largest_shard) if is_rounded else 0
+        return FP32 * min(constants.SUM_CHUNK, self.largest_shard) if is_rounded else 0
 
     def statistics(self) -> int:
         """Return the maximum while the last bucket's sum ends, and while sums are read.
@@ -152,7 +152,9 @@ class EngineMemory:
         if self.compiled:
             return 0
         halves = [sum(dtype != torch.float32 for _, dtype in group.states) for group in self._groups]
-        return (1 + max(halves)) * FP32 * tuned.chunk(tuned.UPDATE_CHUNK, self.largest_shard, on_gpu=self.on_gpu)
+        return (
+            (1 + max(halves)) * FP32 * constants.chunk(constants.UPDATE_CHUNK, self.largest_shard, on_gpu=self.on_gpu)
+        )
 
     # Parts of the above.
 
@@ -162,7 +164,7 @@ class EngineMemory:
         A chunk takes the masters' casts, and two bytes per element for the bits that differ.
         """
         half = self._precision.dtype.itemsize
-        chunk = min(tuned.HASH_CHUNK_GPU if self.on_gpu else tuned.HASH_CHUNK, shard_numel)
+        chunk = min(constants.HASH_CHUNK_GPU if self.on_gpu else constants.HASH_CHUNK, shard_numel)
         return chunk * (2 + (half if half < FP32 else 0))
 
     def _scratch(self, buckets: Sequence[BucketBytes]) -> int:
@@ -182,4 +184,4 @@ class EngineMemory:
         """Return the bytes of statistics that are not compiled: one chunk's FP32 copy, which becomes its squares."""
         if self.compiled:
             return 0
-        return FP32 * tuned.chunk(tuned.STATS_CHUNK, bucket.shard_numel, on_gpu=self.on_gpu)
+        return FP32 * constants.chunk(constants.STATS_CHUNK, bucket.shard_numel, on_gpu=self.on_gpu)

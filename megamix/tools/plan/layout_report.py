@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from megamix.arguments import Failed
+from megamix.base.console import Failed
+from megamix.base.progress import ProgressLine
 from megamix.config import Config, FirstLayers, axis_key, check_world_size, ranks_along
 from megamix.config.checks import check_config
-from megamix.progress import ProgressLine
 from megamix.tools.plan.layouts import LayoutSearch, TimedLayout, mesh_text
 from megamix.tools.plan.time_band import time_band
 from megamix.tools.plan.time_constants import FittedConstants

@@ -6,7 +6,7 @@ from math import ceil, prod
 
 from megamix.config import Config, FirstLayers, ModelConfig, PipelineConfig, axis_sizes, ranks_along, stages_per_rank
 from megamix.model import sizes
-from megamix.run.least_memory import LeastHeld
+from megamix.train.least_memory import LeastHeld
 
 HALF, FP32 = 2, 4
 

@@ -10,13 +10,13 @@ from typing import NamedTuple
 
 import torch
 
-from megamix import tuned
+from megamix.base import constants
+from megamix.base.live_storage import LiveStorage
 from megamix.comm.topology import Axis, Topology
-from megamix.live_storage import LiveStorage
 from megamix.mixed_precision.bucket import BucketBytes
 from megamix.mixed_precision.flat_layout import FlatLayout, ParamSpec, build_layout
-from megamix.mixed_precision.matrix_layout import BucketMatrices, Place, buckets_with_matrices, find_homes
-from megamix.mixed_precision.muon import Muon
+from megamix.mixed_precision.optim.matrix_layout import BucketMatrices, Place, buckets_with_matrices, find_homes
+from megamix.mixed_precision.optim.muon import Muon
 from megamix.tools.plan.engine_memory import FP32, EngineMemory
 from megamix.tools.plan.stand_ins import without_memory
 
@@ -115,7 +115,9 @@ def _update_of(
     size, shard = optimizer.ns_dtype.itemsize, bucket.plan.shard_numel
     of_span = engine.update()
     if not engine.compiled:
-        of_span += _OF_EQUATION * FP32 * tuned.chunk(tuned.EQUATION_CHUNK, engine.largest_shard, on_gpu=engine.on_gpu)
+        of_span += (
+            _OF_EQUATION * FP32 * constants.chunk(constants.EQUATION_CHUNK, engine.largest_shard, on_gpu=engine.on_gpu)
+        )
     pieces = [part.numel for part in homes.parts[rank]]
     own = homes.of(rank)
     turn = max((turn_of(matrix.rows, matrix.columns) for matrix in own), default=0)

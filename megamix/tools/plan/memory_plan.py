@@ -10,7 +10,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megamix.builders.objects import build_optimizer, build_precision
 from megamix.checkpoint.snapshot import pinned_sizes
 from megamix.comm.topology import Topology
 from megamix.config import Config, axis_sizes, grad_accum_steps, ranks_along
@@ -18,17 +17,18 @@ from megamix.mixed_precision.bucket import BucketBytes
 from megamix.mixed_precision.census import take_census
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.flat_layout import build_layout
-from megamix.mixed_precision.muon import Muon
-from megamix.mixed_precision.optimizers import Optimizer
+from megamix.mixed_precision.optim.muon import Muon
+from megamix.mixed_precision.optim.optimizer import Optimizer
 from megamix.mixed_precision.settings import Sharding
 from megamix.parallel.build import outline
 from megamix.parallel.stages import plan_pipeline
 from megamix.plugins import MORE_AXES
-from megamix.run.least_memory import amount
 from megamix.tools.plan.activations import Activations, Machine, TracedWork, trace_stage
 from megamix.tools.plan.engine_memory import AVERAGED, FP32, EngineMemory
 from megamix.tools.plan.matrix_memory import MatrixPlan, plan_matrices
 from megamix.tools.plan.pipeline_memory import PipelineRank
+from megamix.train.build import build_optimizer, build_precision
+from megamix.train.least_memory import amount
 
 # Batches that the loader has ready, and the one that it reads (data/loader.py).
 LOADED_BATCHES = 5

@@ -8,16 +8,16 @@ from collections.abc import Iterator
 
 import torch
 
-from megamix.arguments import Failed
+from megamix.base.console import Failed
+from megamix.base.machine import has_gpu
 from megamix.comm.topology import Topology
 from megamix.config import Config, ConfigError
-from megamix.machine import has_gpu
-from megamix.run.least_memory import amount
 from megamix.tools.plan.activations import Machine
 from megamix.tools.plan.advice import advise, by_shard
 from megamix.tools.plan.expert_rows import expert_rows
 from megamix.tools.plan.limits import RESERVED
 from megamix.tools.plan.memory_plan import MemoryPlan, plan_memory
+from megamix.train.least_memory import amount
 
 
 def report_lines(config: Config, dp_size: int, machine: Machine, limit: int | None, as_json: bool) -> Iterator[str]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from megamix.base.names import matches
 from megamix.config import Config, ranks_along, stages_per_rank
 from megamix.model import sizes
-from megamix.names import matches
 from megamix.tools.plan.time_work import Recompute, TimedJob, Traffic
 
 # Bytes a parameter that an update and its statistics move, with states in FP32 and in BF16 (docs/design.md).

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import megamix
-from megamix.mixed_precision.muon import MOMENTUM
+from megamix.mixed_precision.optim.muon import MOMENTUM
 from megamix.tools.audit.report import WIDTH
 from megamix.tools.audit.watch import zeros_among_subnormals
 from tests.conftest import FULL

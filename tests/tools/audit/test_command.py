@@ -10,10 +10,10 @@ from unittest import mock
 import pytest
 import torch
 
-from megamix.cli import main
+from megamix.base.machine import native_halves
+from megamix.cli import audit
+from megamix.cli.verbs import main
 from megamix.config import load_config
-from megamix.machine import native_halves
-from megamix.tools.audit import command
 from megamix.tools.audit.report import AuditReport
 from megamix.tools.audit.warnings import AuditWarning
 from megamix.tools.verify.core.layout import parse_layout
@@ -65,7 +65,7 @@ def test_ranks_that_divide_the_model_or_its_experts_are_started(capsys, job, set
 
 def _page(*settings):
     config = at_own_size(load_config(CONFIG, settings), settings)
-    report = command.audit_job(parse_layout("dp2").apply(config), 1)
+    report = audit.audit_job(parse_layout("dp2").apply(config), 1)
     (query,) = (row for row in report.rows if row.name == "blocks.*.attention.query.weight")
     return query.dtypes
 
@@ -86,7 +86,7 @@ def test_moments_in_bf16_that_chance_rounds_are_no_harm(capsys):
 
 def test_harm_is_exit_status_1(capsys):
     report = AuditReport(warnings=[AuditWarning("head.weight", "no FP32 master", "Keep it", True)])
-    with mock.patch.object(command, "audit_job", lambda config, updates: report):
+    with mock.patch.object(audit, "audit_job", lambda config, updates: report):
         assert main(["audit", str(CONFIG), *SMALL]) == 1
         assert "WRONG: head.weight: no FP32 master. Keep it" in capsys.readouterr().out
         assert main(["audit", str(CONFIG), *SMALL, "--json"]) == 1
@@ -98,7 +98,7 @@ def test_what_the_page_shows_runs(capsys):
     section = page.split("\n## audit\n")[1].partition("\n## ")[0]
     commands = re.findall(r"^megamix (.*)$", section, flags=re.MULTILINE)
     assert commands[0] == "audit configs/quickstart.toml"  # this command runs above, at a small size
-    assert all(command.startswith("audit -- ") for command in commands[1:])  # test_script runs such
+    assert all(audit.startswith("audit -- ") for command in commands[1:])  # test_script runs such
     (block,) = re.findall(r"^```python\n(.*?)^```$", section, flags=re.MULTILINE | re.DOTALL)
     exec(block, {})
     (shown,) = re.findall(r"^WRONG: .*no FP32 master;.*$", section, flags=re.MULTILINE)

@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 
 import megamix
-from megamix.cli import main
+from megamix.cli.verbs import main
 from megamix.tools.audit.script import audit_script
 from tests.tools.audit.forked import ForkedScript, audit_forked
 from tests.tools.audit.scripts import LR, adamw, loss_of, model, train

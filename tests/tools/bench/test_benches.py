@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megamix.cli import main
+from megamix.cli.verbs import main
 from megamix.tools.bench import benches, startup_bench, train_bench, update_bench
 from megamix.tools.bench.ranks import Settings, Turn
 from megamix.tools.bench.report import Result, machine_line

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megamix.machine import CPU_HALVES
-from megamix.mixed_precision.muon import Muon
+from megamix.base.machine import CPU_HALVES
+from megamix.mixed_precision.optim.muon import Muon
 from megamix.tools.bench.ranks import Side, TrainRank
 from megamix.tools.bench.sides import Ddp, ForwardBackward, Fsdp, Ours, Zero, how_multiplied, plain
 from megamix.tools.bench.train_bench import LAYOUTS

@@ -11,9 +11,10 @@ from unittest import mock
 import pytest
 import torch
 
-from megamix.cli import main
-from megamix.machine import num_cores
-from megamix.tools.doctor import cards, command, host, measured
+from megamix.base.machine import num_cores
+from megamix.cli import doctor
+from megamix.cli.verbs import main
+from megamix.tools.doctor import cards, host, measured
 from megamix.tools.doctor.finding import HANGS
 from megamix.tools.ranks import LateRanks
 
@@ -33,7 +34,7 @@ def sound(monkeypatch):
     monkeypatch.setattr(cards, "probe_torch", lambda: facts)
     monkeypatch.setattr(cards, "probe_pci", lambda: 0)
     monkeypatch.setattr(cards, "ask_driver", lambda *_: ([], "there is no nvidia-smi"))
-    monkeypatch.setattr(command, "CPU_LIMIT_S", 0.0)
+    monkeypatch.setattr(doctor, "CPU_LIMIT_S", 0.0)
     monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
 
 
@@ -104,7 +105,7 @@ def test_a_check_that_hangs_is_named_and_holds_up_neither_the_page_nor_the_end(c
     end = threading.Event()
     monkeypatch.setattr(cards, "probe_torch", lambda: {"problem": "does not load"})
     monkeypatch.setattr(host, "probe_disk", lambda folder: end.wait() and None)
-    monkeypatch.setattr(command, "_HOST_LIMIT_S", 0.5)  # the other checks look at nothing
+    monkeypatch.setattr(doctor, "_HOST_LIMIT_S", 0.5)  # the other checks look at nothing
     with mock.patch.object(os, "_exit") as ended:
         main(["doctor"])
     end.set()

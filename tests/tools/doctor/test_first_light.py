@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megamix.cli import main
+from megamix.cli.verbs import main
 from megamix.config import config_from_dict
 from megamix.tools.doctor import cards, first_light, first_parts
 from megamix.tools.doctor.finding import expected, found, not_here

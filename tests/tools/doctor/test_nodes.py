@@ -12,7 +12,7 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from megamix.cli import main
+from megamix.cli.verbs import main
 from megamix.tools.doctor import nodes
 
 HERE = ("node0", {"10.0.0.1": True})

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from megamix import tuned
+from megamix.base import constants
+from megamix.base.live_storage import LiveStorage
 from megamix.config import FP8Config, ModelConfig
-from megamix.live_storage import LiveStorage
 from megamix.model import cross_entropy
 from megamix.model.fp8 import use_fp8
 from megamix.model.transformer import Transformer
@@ -92,7 +92,7 @@ def test_on_a_gpu_codes_take_the_place_of_inputs():
 def test_of_many_slices_of_the_loss_three_are_run_and_count_for_all(monkeypatch, dtype):
     sizes = {"LOSS_ROWS": 4, "LOSS_CHUNK": (4, 4), "LOSS_PART": (600, 600)}  # 30 chunks of 2 parts each
     for name, size in sizes.items():
-        monkeypatch.setattr(tuned, name, size)
+        monkeypatch.setattr(constants, name, size)
     model = ModelConfig(**SMALL | {"vocab_size": 299, "num_layers": 2})
     counted = _counted(Transformer(model).to(dtype))
     calls, add_product = [], cross_entropy._add_product

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from megamix.arguments import Failed
+from megamix.base.console import Failed
+from megamix.cli.plan import plan_lines
 from megamix.config import ConfigError, FirstLayers, load_config
 from megamix.tools.plan.advice import Advice, advise
-from megamix.tools.plan.command import plan_lines
 from megamix.tools.plan.limits import bytes_of
 from megamix.tools.plan.memory_plan import _plan_part, plan_memory
 from tests.builders import optimizer_of

@@ -12,13 +12,13 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
 from megamix.model.experts import Router
-from megamix.run.least_memory import amount
 from megamix.tools.plan.activations import TracedWork, trace_stage
 from megamix.tools.plan.advice import Advice, advise
 from megamix.tools.plan.expert_rows import expert_rows
 from megamix.tools.plan.memory_plan import plan_memory
 from megamix.tools.plan.report import report_lines
 from megamix.tools.verify.core.layout import parse_layout
+from megamix.train.least_memory import amount
 from tests.builders import divided
 from tests.conftest import FULL
 from tests.tools.plan.test_memory_plan import SCALARS, _measured

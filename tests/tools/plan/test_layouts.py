@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megamix.cli import main
+from megamix.cli.verbs import main
 from megamix.config import FirstLayers, check_world_size, load_config, resized
 from megamix.config.checks import check_config
 from megamix.tools.plan.layout_picture import draw

@@ -12,8 +12,8 @@ from unittest import mock
 import pytest
 import torch
 
+from megamix.base.live_storage import LiveStorage
 from megamix.data.loader import Batch
-from megamix.live_storage import LiveStorage
 from megamix.model.transformer import Block, Transformer
 from megamix.parallel.micro_batch_runner import MicroBatch
 from megamix.parallel.pipeline_parallel import SCHEDULES

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from megamix.base.console import Console
+from megamix.base.machine import num_cores
 from megamix.config import FP8Config, LatentSizes, load_config
-from megamix.machine import num_cores
+from megamix.launch.journal import read_rows
 from megamix.model.sizes import dense_peak
-from megamix.supervise.console import Console
-from megamix.supervise.journal import read_rows
 from megamix.tools.doctor.finding import not_here
 from megamix.tools.doctor.host import judge_cores
 from megamix.tools.doctor.measured import judge_rates, judge_wire

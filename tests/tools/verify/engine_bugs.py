@@ -12,17 +12,17 @@ import torch.distributed as dist
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from megamix import tuned
-from megamix.beside.tally import Tally
+from megamix.base import constants
+from megamix.base.tally import Tally
 from megamix.comm.collectives import GlooCollectives
 from megamix.data.loader import Batch
 from megamix.mixed_precision import engine as engine_module
 from megamix.mixed_precision import group_scalars
 from megamix.mixed_precision.bucket import Bucket
 from megamix.mixed_precision.engine import ShardedEngine
-from megamix.mixed_precision.muon import Muon, MuonUpdate, orthogonalised
-from megamix.mixed_precision.nag import NAG
-from megamix.mixed_precision.optimizers import Optimizer
+from megamix.mixed_precision.optim.muon import Muon, MuonUpdate, orthogonalised
+from megamix.mixed_precision.optim.nag import NAG
+from megamix.mixed_precision.optim.optimizer import Optimizer
 from megamix.mixed_precision.param_gather import ParamGather
 from megamix.mixed_precision.step import StepProgress
 from megamix.mixed_precision.tallies import Tallies
@@ -311,7 +311,7 @@ def matrices_by_parts():
         for place, width in parts:
             arrived[place] = orthogonalised(arrived[place].view(-1, width), self._muon).flatten()
 
-    with turn(), mock.patch.object(tuned, "MOST_PADDING", -1.0):
+    with turn(), mock.patch.object(constants, "MOST_PADDING", -1.0):
         yield
 
 

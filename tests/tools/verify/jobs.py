@@ -3,7 +3,7 @@
 from unittest import mock
 
 from megamix.config import config_from_dict
-from megamix.mixed_precision.unseen_writes import UnseenWrites
+from megamix.mixed_precision.guards.unseen_writes import UnseenWrites
 from megamix.tools.verify.core.layout import parse_layout
 from megamix.tools.verify.layouts.observe import observe
 from tests.builders import divided

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megamix.cli import main
+from megamix.cli.verbs import main
 from megamix.tools.ranks import RankFailure, RankPool
 from megamix.tools.verify.core.table import row
 from megamix.tools.verify.core.verdict import Difference, Verdict

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megamix.cli import main
+from megamix.cli.verbs import main
 from megamix.tools.verify.core.hypotheses import RightStep
 from megamix.tools.verify.core.reference import Reference, finite
 from megamix.tools.verify.core.update_kinds import RightUpdate

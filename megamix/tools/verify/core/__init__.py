@@ -1,4 +1,5 @@
-"""The parts that every judge shares: the right step, bounds, and the kinds of mistakes.
+"""The parts that every judge shares: the right step, bounds, and the kinds of mistakes. They import no judge. Begin
+with `reference`.
 
 layout          a layout's name and the settings it means
 own_size        the size at which a job is verified: short sequences, and windows that end within them

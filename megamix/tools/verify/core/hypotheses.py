@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from megamix.data.loader import Batch
-from megamix.mixed_precision.muon import Muon, orthogonalised
+from megamix.mixed_precision.optim.muon import Muon, orthogonalised
 from megamix.tools.verify.core.reference import Reference, Step, Work, finite
 from megamix.tools.verify.core.verdict import UNIT, Tensors, max_abs
 

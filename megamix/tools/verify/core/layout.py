@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megamix.axes import AXES, OWN_AXES
+from megamix.base.axes import AXES, OWN_AXES
 from megamix.config import Config, ConfigError, check_world_size, reading_ranks, resized
 from megamix.config.checks import check_config
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from megamix import tuned
+from megamix.base import constants
 from megamix.config import Config, DecoderConfig, Llama3Scaling, ModelConfig, TransformersConfig, YarnScaling
 
 # Longer sequences and larger batches prove nothing more. 2, 3, 4, 6, 8 and 12 ranks divide 24 positions evenly.
@@ -22,7 +22,7 @@ def at_own_size(config: Config, overrides: Iterable[str], layouts: Sequence[str]
     context-parallel ranks of the named layouts can divide the sequences. What reaches beyond a sequence is shortened.
     """
     sizes = [{axis: int(size) for axis, size in re.findall(r"(cp|tp)(\d+)", name)} for name in layouts]
-    divided = [tuned.DEALT_CHUNKS * of["cp"] * of.get("tp", 1) for of in sizes if "cp" in of]
+    divided = [constants.DEALT_CHUNKS * of["cp"] * of.get("tp", 1) for of in sizes if "cp" in of]
     seq_len = -(-SEQ_LEN // math.lcm(*divided)) * math.lcm(*divided)
     given = {text.partition("=")[0].strip() for text in overrides}
     if "model.seq_len" not in given:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from megamix.beside.added_loss import added_losses_times
+from megamix.base.added_loss import added_losses_times
 from megamix.config import Config
 from megamix.data.loader import IGNORE, Batch
 from megamix.model.family import family_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megamix.arguments import Failed
+from megamix.base.console import Failed
 from megamix.mixed_precision.observer import DIRECTION, SOURCE
 from megamix.tools.verify.core.verdict import Verdict
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from megamix import names
+from megamix.base import names
 
 # Tensors that are recorded of one module, in this order. Each is the first of its kind in a step: the first
 # micro-batch's.

@@ -1,4 +1,4 @@
-"""Somebody's own training, step by step.
+"""Somebody's own training, step by step. They import `core`. Begin with `trainer`.
 
 trainer_lines    starts the ranks, and prints a row for each number of them
 trainer          methods that the training must have; facts read from the usual wrappers without asking

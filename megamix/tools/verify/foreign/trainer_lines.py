@@ -5,8 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 
-from megamix.arguments import Failed
-from megamix.supervise.console import say
+from megamix.base.console import Failed, say
 from megamix.tools.ranks import RankFailure, RankPool
 from megamix.tools.verify.core.table import COLUMNS, DEADLINE_S, result_lines, row
 from megamix.tools.verify.core.verdict import Verdict

@@ -1,4 +1,4 @@
-"""Layouts of our engine, step by step.
+"""Layouts of our engine, step by step. They import `core`. Begin with `layout_lines`.
 
 layout_lines    starts the ranks, and prints a row for each layout
 observe         on every rank of a layout: train on a made-up text, and write down each step

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megamix.mixed_precision.muon import DIRECTION_SQ, Muon, with_equal_moments
 from megamix.mixed_precision.observer import DIRECTION, SOURCE
+from megamix.mixed_precision.optim.muon import DIRECTION_SQ, Muon, with_equal_moments
 from megamix.tools.verify.core.observed_step import Whole
 from megamix.tools.verify.core.verdict import U32, UNIT, Tensors, Verdict, max_abs
 

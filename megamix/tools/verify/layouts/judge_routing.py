@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from megamix.beside.tally import Tally
+from megamix.base.tally import Tally
 from megamix.config import ExpertsConfig
 from megamix.tools.verify.core.choices import Choices, routers
 from megamix.tools.verify.core.hypotheses import RightStep

@@ -16,11 +16,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megamix.builders.objects import DTYPES, build_optimizer, lr_table
 from megamix.config import Config, ranks_along, reading_ranks
-from megamix.mixed_precision.muon import Muon
 from megamix.mixed_precision.observer import DIRECTION, GRADIENT, SOURCE
-from megamix.mixed_precision.optimizers import Optimizer
+from megamix.mixed_precision.optim.muon import Muon
+from megamix.mixed_precision.optim.optimizer import Optimizer
 from megamix.mixed_precision.update_slice import AVERAGE, MASTER, Table, UpdateGroup, UpdateScalars, number_at
 from megamix.tools.verify.core.bisect import RankTape, culprit
 from megamix.tools.verify.core.hypotheses import RightStep, factor_of, lost
@@ -32,6 +31,7 @@ from megamix.tools.verify.core.verdict import NOISE, NOISIEST, U8, U32, UNIT, Bo
 from megamix.tools.verify.layouts.judge_matrices import judge_matrices
 from megamix.tools.verify.layouts.judge_routing import judge_choices, judge_scores, judge_tallies, tallies
 from megamix.tools.verify.layouts.observe import batches, set_biases
+from megamix.train.build import DTYPES, build_optimizer, lr_table
 
 # How much further from FP64 the gradient of a loss may be than that of logits; right families come to 1.4 times.
 LOSS_PATH = 4.0

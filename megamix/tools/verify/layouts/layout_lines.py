@@ -8,10 +8,9 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from megamix.arguments import Failed
+from megamix.base.console import Failed, say
+from megamix.base.progress import ProgressLine
 from megamix.config import Config
-from megamix.progress import ProgressLine
-from megamix.supervise.console import say
 from megamix.tools.ranks import RankFailure, RankPool
 from megamix.tools.verify.core.layout import Layout
 from megamix.tools.verify.core.own_size import size_told

@@ -9,8 +9,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from megamix.builders.data import JobCorpus
-from megamix.builders.objects import build_loader
 from megamix.config import Config, reading_ranks
 from megamix.data.loader import Batch
 from megamix.data.sampler import micro_batches as cut_batch
@@ -20,6 +18,8 @@ from megamix.parallel.micro_batch_runner import MicroBatch, MicroBatchRunner
 from megamix.tools.verify.core.choices import routers, watched_routers
 from megamix.tools.verify.core.observed_step import ObservedStep, Poison, UsedValues, observed, rank_device
 from megamix.tools.verify.core.tape import recorded
+from megamix.train.build import build_loader
+from megamix.train.corpus import JobCorpus
 from megamix.train.engine import build_training
 
 MOST_SKIPPED = 40  # the search for the first loss scale takes up to 33 steps

@@ -13,11 +13,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megamix.arguments import Failed
+from megamix.base.console import Failed, say
 from megamix.config import Config
-from megamix.report.metrics import TAGS
-from megamix.run.run_folder import METRICS
-from megamix.supervise.console import say
+from megamix.launch.run_folder import METRICS
+from megamix.log.metrics import TAGS
 from megamix.tools.ranks import RankFailure, RankPool
 from megamix.tools.verify.core.layout import Layout
 from megamix.tools.verify.core.observed_step import assemble

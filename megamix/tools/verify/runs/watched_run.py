@@ -20,16 +20,16 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from megamix.base.signals import LeaveRequest
 from megamix.config import Config, data_source
 from megamix.config.sections import CheckpointConfig
 from megamix.data.token_file import token_file_writer
+from megamix.launch.status import PreemptedError
 from megamix.mixed_precision.step import StepResult
 from megamix.parallel.micro_batch_runner import MicroBatch
-from megamix.run.batch_plan import Attempt, GlobalBatch
-from megamix.signals import LeaveRequest
-from megamix.supervise.status import PreemptedError
 from megamix.tools.verify.core.layout import Layout
 from megamix.tools.verify.core.observed_step import ObservedStep, Poison, UsedValues, observed, rank_device
+from megamix.train.batch_plan import Attempt, GlobalBatch
 from megamix.train.main import run_job
 from megamix.train.trainer import Trainer
 

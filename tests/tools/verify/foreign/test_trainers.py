@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megamix.cli import main
+from megamix.cli.verbs import main
 from megamix.tools.verify.core.reference import moved
 from megamix.tools.verify.core.table import result_lines, row
 from megamix.tools.verify.core.tape import tensors_in

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megamix.mixed_precision.muon import DIRECTION_SQ, Muon, orthogonalised
 from megamix.mixed_precision.observer import DIRECTION, SOURCE
+from megamix.mixed_precision.optim.muon import DIRECTION_SQ, Muon, orthogonalised
 from megamix.tools.verify.core.observed_step import Whole
 from megamix.tools.verify.core.verdict import Verdict
 from megamix.tools.verify.layouts.judge_matrices import exact_direction, judge_matrices

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from megamix.data import source
 from megamix.mixed_precision import engine as engine_module
 from megamix.mixed_precision.engine import ShardedEngine
-from megamix.run.batch_plan import BatchPlan
-from megamix.run.resume import Resume
 from megamix.tools.verify.runs import watched_run
 from megamix.train import batches
+from megamix.train.batch_plan import BatchPlan
+from megamix.train.resume import Resume
 from megamix.train.trainer import Trainer
 from tests.tools.verify.engine_bugs import wrong
 

@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megamix.cli import main
+from megamix.cli.verbs import main
 from megamix.config import Config
 from megamix.config.checks import check_config
 from megamix.tools.ranks import RankFailure

@@ -1,0 +1,28 @@
+"""The command line: one file a verb, or a few that are alike. It imports any room, heavy ones inside the functions, and
+no room imports it. Begin with `verbs`.
+
+parser      parsers whose errors end with a command that works, and how a verb's errors are told
+config      the verb `config`
+prepare     the verb `prepare`
+train       the verb `train`
+checkpoint  the verb `checkpoint`
+hf          the verbs `import`, `export`, `generate` and `evaluate`
+report      the verbs `plot`, `report` and `status`
+hang        the verb `hang`
+plan        the verb `plan`
+audit       the verb `audit`
+verify      the verb `verify`
+doctor      the verb `doctor`
+bench       the verb `bench`
+verbs       the table of verbs, and the one that is called
+pretrain    the process of launch/pretrain.sh: it checks a job, then is its launcher
+"""
+
+
+def main() -> int:
+    """Run the verb that the command line names: the command `megamix`. Nothing is imported before, for a process first
+    says what it does at a signal.
+    """
+    from megamix.cli import verbs
+
+    return verbs.main()

@@ -1,0 +1,60 @@
+"""The verbs `plot`, `report` and `status`. None imports torch."""
+
+import argparse
+import sys
+import time
+import webbrowser
+from collections.abc import Iterator
+from pathlib import Path
+
+from megamix.cli.parser import Parser, lines_told
+from megamix.data import import_extra
+
+
+def plot_arguments(parser: Parser) -> None:
+    parser.example = "megamix plot runs/mine"
+    help = "a run's checkpoint.folder, finished or not; several share one picture of curves, in the first folder"
+    parser.add_argument("runs", metavar="RUN", type=Path, nargs="+", help=help)
+
+
+@lines_told
+def run_plot(arguments: argparse.Namespace) -> Iterator[str]:
+    import_extra("matplotlib", "plot")
+    from megamix.log.report.plot import plot
+
+    return plot(arguments.runs)
+
+
+def report_arguments(parser: Parser) -> None:
+    parser.example = "megamix report runs/mine"
+    parser.add_argument("folder", metavar="RUN", type=Path, help="a run's checkpoint.folder, finished or not")
+    parser.add_argument("--json", action="store_true", help="also write the numbers, as RUN/report.json")
+    parser.add_argument("--open", action="store_true", help="open the page in the browser")
+
+
+@lines_told
+def run_report(arguments: argparse.Namespace) -> Iterator[str]:
+    from megamix.log.report.page import PAGE, write_report
+
+    yield from write_report(arguments.folder, numbers=arguments.json)
+    page = arguments.folder / PAGE
+    if arguments.open and not webbrowser.open(page.resolve().as_uri()):
+        yield f"there is no browser; open {page} where there is one"
+
+
+def status_arguments(parser: Parser) -> None:
+    parser.example = "megamix status runs/*"
+    parser.add_argument("runs", metavar="RUN", type=Path, nargs="+", help="the checkpoint.folder of a run")
+    parser.add_argument("--watch", metavar="SECONDS", type=float, help="look again every SECONDS until Ctrl-C")
+
+
+@lines_told
+def run_status(arguments: argparse.Namespace) -> Iterator[str]:
+    from megamix.log.report.overview import overview
+
+    while True:
+        lines = [*overview(arguments.runs)]
+        yield from [f"\x1b[H\x1b[J{lines[0]}", *lines[1:]] if arguments.watch and sys.stdout.isatty() else lines
+        if not arguments.watch:
+            return
+        time.sleep(arguments.watch)

@@ -1,0 +1,92 @@
+"""`python -m megamix.launch.torchrun`: runs torchrun, with its arguments, but ends with the exit status of the ranks.
+
+torchrun itself always ends with 1 if a rank fails, so a scheduler could not tell a run that gave up from a run whose
+node failed. SIGUSR1 kills torchrun and leaves its ranks behind. A third SIGTERM kills torchrun even while its ranks
+save. And torchrun handles signals that nohup has set to be ignored.
+
+This launcher handles the signals itself: it sends each signal to the ranks, and ends with their exit status. The ranks
+of one machine meet in a store through which nobody else can run code in them.
+"""
+
+import logging
+import signal
+import subprocess
+import sys
+
+from megamix.base.console import drop_unwritten, open_streams, say
+from megamix.base.machine import has_gpu, kernel_kills, memory_for_each
+from megamix.base.processes import children_of
+from megamix.base.signals import NOTED, PREEMPTED, LeaveRequest, signals_passed_on
+from megamix.config import ConfigError
+from megamix.launch.status import NO_MEMORY, NoAnswerError
+
+# Lines of torchrun that say nothing new: a rank has printed the reason for its exit status, or this launcher names the
+# signal that killed it.
+_SAID = ("failed (exitcode: ", "Sending process")
+# torchrun must handle at least one signal, and ends by it. This one would end the launcher anyway.
+_LEFT_TO_TORCHRUN = "SIGUSR2"
+
+
+def launch(arguments: list[str]) -> int:
+    """Start the ranks, and wait until they end.
+
+    Returns: 0 if all succeed; the exit status of the first rank that failed, or 1 if an unexpected signal killed this
+    rank; PREEMPTED if a signal to leave killed the ranks directly, or if their grace period was over; 2 if the machines
+    cannot meet, 1 if machine 0 does not listen in time.
+    """
+    with signals_passed_on(children_of) as request:
+        return start_ranks(arguments, request)
+
+
+def start_ranks(arguments: list[str], request: LeaveRequest) -> int:
+    """Start the ranks as `launch` does. The caller is within `signals_passed_on`, which gives `request`."""
+    kills = kernel_kills()
+    # These imports take seconds, so they come after the signal handlers are installed.
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    from megamix.launch.rendezvous import torchrun
+
+    logging.getLogger("torch.distributed.elastic.multiprocessing.api").addFilter(
+        lambda record: not record.getMessage().startswith(_SAID)
+    )
+    try:
+        torchrun([f"--signals-to-handle={_LEFT_TO_TORCHRUN}", *arguments])
+    except ConfigError as error:
+        say(f"megamix: {error.problems[0]}", sys.stderr)
+        return error.exit_status
+    except NoAnswerError as error:
+        say(f"megamix: {error}", sys.stderr)
+        return error.exit_status
+    except ChildFailedError as error:
+        rank, first = error.get_first_failure()
+        status: int = first.exitcode
+        if -signal.SIGKILL in (one.exitcode for one in error.failures.values()) and kernel_kills() > kills:
+            say("megamix: the kernel has killed a rank, because there was no memory left", sys.stderr)
+            status = NO_MEMORY
+        elif status < 0 and -status not in NOTED:
+            say(f"megamix: rank {rank} (pid {first.pid}) was killed by {first.signal_name()}", sys.stderr)
+        if status == NO_MEMORY:
+            _tell_plan(arguments)
+        # A rank that a signal to leave has killed directly was still starting, so nothing is lost.
+        return PREEMPTED if -status in NOTED or request.left_s() <= 0 else max(status, 1)
+    return 0
+
+
+def _tell_plan(arguments: list[str]) -> None:
+    """Print what each rank needed and what to change: run `megamix plan` with the memory that a rank has here."""
+    from torch.distributed.run import determine_local_world_size, get_args_parser, parse_min_max_nnodes
+
+    args = get_args_parser().parse_args(arguments)
+    ranks = determine_local_world_size(args.nproc_per_node)
+    world = f"--world={ranks * parse_min_max_nnodes(args.nnodes)[1]}"
+    of_cpu = ["--device=cpu", f"--memory={int(memory_for_each(ranks)[0]) >> 20}MiB"]
+    if [args.training_script, *args.training_script_args[:1]] == ["megamix", "train"]:
+        plan = ["megamix", "plan", *args.training_script_args[1:], world, *([] if has_gpu() else of_cpu)]
+        subprocess.run([sys.executable, "-m", *plan], stdout=sys.stderr, check=False)
+
+
+if __name__ == "__main__":
+    open_streams()
+    exit_status = launch(sys.argv[1:])
+    drop_unwritten()
+    sys.exit(exit_status)

@@ -1,0 +1,119 @@
+"""The checkpoint from which a run goes on, and its way into the engine."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from megamix.base.console import say_phase
+from megamix.checkpoint.all_or_none import AllOrNone
+from megamix.checkpoint.folder import checkpoints
+from megamix.checkpoint.load import load, load_or_older, newest_checkpoint, read_on_all
+from megamix.checkpoint.manifest import DamagedCheckpoint, Manifest, RunRecord
+from megamix.checkpoint.verify import Checkpoint
+from megamix.config import ConfigError, Pace
+from megamix.mixed_precision.engine import ShardedEngine
+from megamix.train.resume_rules import no_step_left, none_is_whole, path_is_damaged
+from megamix.train.run_record import Progress, check_run
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """The start of a run, with or without a checkpoint. It is equal on every rank."""
+
+    checkpoint: Checkpoint | None  # None: the run begins with new weights
+    progress: Progress
+    changes: list[str]  # lines of the log on the changes since the checkpoint
+
+    def lines(self, pace: Pace) -> list[str]:
+        """Return the lines that say from where a run of this length continues."""
+        if self.checkpoint is None:
+            return []
+        path, applied = self.checkpoint.path, self.progress.applied
+        if applied == 0:  # imported weights
+            return [f"begins with the weights of {path}", *self.changes]
+        told = [f"goes on from {path} after update {applied}"]
+        if applied == pace.steps:
+            told.append(f"the run {no_step_left(pace)}; its weights and sample are written again")
+        return [*told, *self.changes]
+
+
+class Resume:
+    """Finds the checkpoint from which a run goes on, and loads it. Every rank must make its calls."""
+
+    def __init__(self, folder: Path, resume: str, judge: Callable[[Path, Manifest], list[str]], record: RunRecord):
+        """`folder`: the run's checkpoints. `resume`: checkpoint.resume. `judge`: returns the lines of the log on a
+        checkpoint's changes; raises ConfigError if the run must not go on from it. `record`: what every checkpoint of
+        this run gets, without its progress.
+        """
+        self._folder, self._resume, self._judge, self.record = folder, resume, judge, record
+        self.start = Start(None, Progress(), [])
+
+    def find(self, all_or_none: AllOrNone) -> Progress:
+        """Find the start, and compare its checkpoint with the configuration. Return its progress.
+
+        `load_into` later verifies the bytes of the checkpoint's tensors.
+        Raises: ConfigError on every rank if the run must not go on; the run's folder stays as it was.
+        """
+        told = all_or_none.first(lambda: self.record.model_dump(mode="json"))
+        self.record = RunRecord.model_validate(told)
+        self._take(find_checkpoint(self._folder, self._resume, all_or_none))
+        return self.start.progress
+
+    def load_into(self, engine: ShardedEngine, all_or_none: AllOrNone) -> Progress:
+        """Load the checkpoint that the run goes on from. Return the progress of the one that was loaded.
+
+        If the checkpoint is damaged, the newest good checkpoint before it in the run's folder is loaded.
+        Raises: ConfigError on every rank if no checkpoint is good, or if the good one may not be loaded. The run ends
+        with this error, so no engine trains on after a failed load.
+        """
+        found = self.start.checkpoint
+        if found is None:
+            return self.start.progress
+        say_phase(f"loading {found.path}")
+        try:
+            if found.path.parent == self._folder:
+                loaded = load_or_older(found, engine, all_or_none, check=check_run)
+            else:
+                load(found, engine, all_or_none, anew=True)
+                loaded = found
+        except DamagedCheckpoint as error:
+            raise path_is_damaged(error) from None
+        except ConfigError:
+            raise
+        except ValueError as error:
+            problem = f"checkpoint.resume: {error}; bring the configuration back, or write another checkpoint.folder"
+            raise ConfigError([problem], "job") from None
+        if loaded is None:
+            raise none_is_whole(self._folder)
+        if loaded is not found:
+            self._take(loaded)
+        return self.start.progress
+
+    def _take(self, checkpoint: Checkpoint | None) -> None:
+        if checkpoint is None:
+            return
+        lines = self._judge(checkpoint.path, checkpoint.manifest)
+        self.start = Start(checkpoint, Progress.read(checkpoint.manifest.run.progress), lines)
+
+
+def find_checkpoint(folder: Path, resume: str, all_or_none: AllOrNone) -> Checkpoint | None:
+    """Return the checkpoint that `resume` asks for. Return None for a run that begins with new weights.
+
+    Every rank must call it.
+    Checkpoints in the run's folder with a damaged manifest or damaged headers are set aside.
+    Raises: ConfigError on every rank if all are damaged, or if the present code refuses the newest undamaged one.
+    """
+    if resume == "never":
+        return None
+    there_are_some = all_or_none.first(lambda: bool(checkpoints(folder)))
+    if there_are_some:  # even if `resume` is a path: a restarted run goes on from its own checkpoints
+        found = newest_checkpoint(folder, all_or_none, check=check_run)
+        if found is None:
+            raise none_is_whole(folder)
+        return found
+    if resume == "auto":
+        return None
+    try:
+        return read_on_all(Path(resume), all_or_none, check_run)
+    except DamagedCheckpoint as error:
+        raise path_is_damaged(error) from None
