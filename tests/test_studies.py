@@ -1,5 +1,5 @@
 """Every study under docs/studies runs and finds what its page says, for example that headroom overflows in under 0.02 %
-of 20,000 steps; the page holds what the studies print.
+of 20,000 steps; figures/ holds the tables that the studies print, and the page links them.
 """
 
 import re
@@ -47,21 +47,29 @@ def _texts(tmp_path_factory):
 
 @pytest.fixture
 def shows(tmp_path, monkeypatch):
-    """Return a check that a study's tables stand on the page, with other numbers at full size, and that its figure can
-    be drawn.
-    """
+    """Return a check that a study's tables are kept, with other numbers at full size, and that its figure is drawn."""
     return partial(_shows, tmp_path, monkeypatch)
 
 
 def _shows(folder, monkeypatch, module, findings):
-    place = PAGE.partition(f"<!-- {module.__name__} -->\n")[2].partition("<!-- end of")[0]
-    assert _headings(place) == _headings(module.text(findings)) != []
+    assert _headings(_kept(module.__name__)) == _headings(module.text(findings)) != []
+    assert f"](figures/{module.__name__}.txt)" in _section(module.__name__)
     if hasattr(module, "draw"):
         pytest.importorskip("matplotlib")
         monkeypatch.setattr(study, "FIGURES", folder)
         study.save_figure(module.__name__, lambda figure: module.draw(findings, figure))
         assert (folder / f"{module.__name__}.png").stat().st_size > 5_000
         assert (ROOT / f"docs/studies/figures/{module.__name__}.png").is_file()
+
+
+def _kept(name):
+    """Return what a study printed at full size."""
+    return (run_all.FOLDER / f"figures/{name}.txt").read_text(encoding="utf-8")
+
+
+def _section(name):
+    """Return the page's text on a study."""
+    return PAGE.partition(f"(`{name}`)\n")[2].partition("\n## ")[0]
 
 
 def _headings(markdown):
@@ -71,10 +79,10 @@ def _headings(markdown):
     return [heading for heading, _ in tables]
 
 
-def _is_on_the_page(module, shows):
-    kept = module.measure()
-    assert f"\n{module.text(kept)}\n\n<!-- end of {module.__name__} -->" in PAGE
-    shows(module, kept)
+def _is_kept(module, shows):
+    findings = module.measure()
+    assert f"{module.text(findings)}\n" == _kept(module.__name__)
+    shows(module, findings)
 
 
 def test_halves_are_rounded_to_nearest_even_at_every_boundary(shows):
@@ -184,30 +192,30 @@ def test_a_rank_holds_the_formula_and_a_few_counters(shows):
     shows(memory, findings)
 
 
-def test_every_optimizer_trains_and_the_page_is_what_the_kept_runs_say(shows):
+def test_every_optimizer_trains_and_its_tables_are_what_the_kept_runs_say(shows):
     small = optimizers.measure(small=True)
     ends = {run.way: curve.losses[-1] for run, curve in small.items()}
     assert [*ends] == [*optimizers.WAYS]
     assert all(curve.losses[-1] < curve.losses[0] for curve in small.values())
     assert ends["Muon"] != ends["Muon, one scale"]
     assert optimizers.text(small).count("small, ") == 2 * len(ends)
-    _is_on_the_page(optimizers, shows)
+    _is_kept(optimizers, shows)
 
 
-def test_a_mixture_trains_as_the_dense_model_does_and_the_page_is_what_the_kept_runs_say(shows):
+def test_a_mixture_trains_as_the_dense_model_does_and_its_tables_are_what_the_kept_runs_say(shows):
     small = experts.measure(small=True)
     assert [run.way for run in small] == [*experts.WAYS]
     assert all(curve.losses[-1] < curve.losses[0] for curve in small.values())
     assert [curve.load is None for curve in small.values()] == [False, True]
-    _is_on_the_page(experts, shows)
+    _is_kept(experts, shows)
 
 
-def test_each_recipe_of_fp8_trains_and_the_page_is_what_the_kept_runs_say(shows):
+def test_each_recipe_of_fp8_trains_and_its_tables_are_what_the_kept_runs_say(shows):
     small = fp8.measure(small=True)
     assert [run.way for run in small] == [*fp8.WAYS]
     assert all(curve.losses[-1] < curve.losses[0] for curve in small.values())
     assert len({tuple(curve.losses) for curve in small.values()}) == len(fp8.WAYS)
-    _is_on_the_page(fp8, shows)
+    _is_kept(fp8, shows)
 
 
 def test_a_grid_goes_on_until_its_best_lies_inside_then_come_the_seeds():
@@ -242,8 +250,13 @@ def test_the_summary_has_no_number_that_its_study_does_not_show():
     rows = re.findall(r"^\| .* \| .* \| (.*) \| \[(\w+)\]\(studies/README.md#\S+\) \|$", summary, flags=re.MULTILINE)
     assert {name for _, name in rows} == {module.__name__ for module in STUDIES}
     for found, name in rows:
-        section = PAGE.partition(f"(`{name}`)\n")[2].partition("\n## ")[0]
-        assert set(_numbers(found)) - set(_numbers(section)) == set(), name
+        assert set(_numbers(found)) - set(_numbers(_section(name) + _kept(name))) == set(), name
+
+
+def test_the_page_s_tables_have_no_number_that_their_study_does_not_show():
+    for name in run_all.studies():
+        rows = re.findall(r"^\|.*", _section(name), flags=re.MULTILINE)
+        assert set(_numbers("\n".join(rows))) - set(_numbers(_kept(name))) == set(), name
 
 
 def _numbers(text):

@@ -1,7 +1,7 @@
-"""Runs the studies and puts what they print into their places in README.md.
+"""Run the studies and write what they print to figures/NAME.txt.
 
-`python docs/studies/run_all.py [NAME ...]`: all of them, or those named. A place is what stands between the lines
-`<!-- NAME -->` and `<!-- end of NAME -->`. Figures are drawn by the studies themselves.
+`python docs/studies/run_all.py [NAME ...]`: all of them, or those named. The names stand in the headings of README.md.
+Figures are drawn by the studies themselves.
 """
 
 from __future__ import annotations
@@ -16,18 +16,8 @@ PAGE = FOLDER / "README.md"
 
 
 def studies() -> list[str]:
-    """The names of all studies, as the page has places for them."""
-    return re.findall(r"^<!-- end of (\w+) -->$", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)
-
-
-def put(page: str, name: str, text: str) -> str:
-    """The page with `text` in the place of study `name`."""
-    first, last = f"<!-- {name} -->\n", f"<!-- end of {name} -->\n"
-    before, _, rest = page.partition(first)
-    _, found, after = rest.partition(last)
-    if not found:
-        raise ValueError(f"README.md has no place for {name}; write the lines {first.strip()} and {last.strip()}")
-    return f"{before}{first}\n{text.strip()}\n\n{last}{after}"
+    """Return the names of all studies, by the page's headings."""
+    return re.findall(r"^## .* \(`(\w+)`\)$", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)
 
 
 def main(names: list[str]) -> None:
@@ -38,7 +28,7 @@ def main(names: list[str]) -> None:
     for name in names or known:
         print(name, file=sys.stderr, flush=True)
         printed = subprocess.run([sys.executable, str(FOLDER / f"{name}.py")], stdout=subprocess.PIPE, check=True)
-        PAGE.write_text(put(PAGE.read_text(encoding="utf-8"), name, printed.stdout.decode()), encoding="utf-8")
+        (FOLDER / f"figures/{name}.txt").write_bytes(printed.stdout)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Share what all studies need: the flag, tables as markdown, the figure as PNG.
 
-A study is three functions: `measure(small)` gives its findings, `text(findings)` the markdown for the page, and
+A study is three functions: `measure(small)` gives its findings, `text(findings)` its tables in markdown, and
 `draw(findings, figure)`, where a picture says more, fills a matplotlib Figure.
 """
 
