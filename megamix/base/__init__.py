@@ -12,7 +12,7 @@ log_file      a log file that grows row by row, and whose disk errors never end 
 git_lfs       pointers of Git LFS in place of large files
 axes          the axes of a mesh as data: what the ranks along each have in common
 names         parameter names as in the plain model
-values        which tensors have values, and numbers on their way to the host
+values        which tensors have values
 clock         where the time of a step goes: named spans
 live_storage  bytes of live tensors, and their peak
 records       values that a forward reports with the step

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from megamix.comm.collectives import Collectives, noting
-from megamix.comm.host import gather_json, host_collectives
+from megamix.comm.collectives import Collectives, gather_json, noting
+from megamix.comm.host import host_collectives
 from megamix.comm.topology import Axis
 
 

@@ -4,6 +4,7 @@ Every rank must issue its collectives in the same order, because they are matche
 two equal buckets in opposite order, each gets the other bucket's sum without an error.
 """
 
+import json
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -326,3 +327,16 @@ def make_collectives(axis: Axis, device: torch.device) -> Collectives:
 
 
 MakeCollectives = Callable[[Axis, torch.device], Collectives]  # `make_collectives` or a replacement
+
+
+def gather_json(collectives: Collectives, value: Any, device: torch.device) -> list[Any]:
+    """Return every rank's value, in rank order. The values travel as JSON: torch's own object gather unpickles, and a
+    pickle may run code.
+
+    `device`: the device of the collectives' tensors.
+    """
+    content = json.dumps(value).encode()
+    most = int(collectives.table(torch.tensor([len(content)], device=device)).max())
+    row = bytearray(content.ljust(most))  # JSON ends where the blanks begin
+    table = collectives.table(torch.frombuffer(row, dtype=torch.uint8).to(device))
+    return [json.loads(bytes(line)) for line in table.tolist()]

@@ -1,4 +1,4 @@
-"""Messages between ranks beside a step: JSON, host tensors, and records of the ranks' last collectives."""
+"""Messages between ranks beside a step: host tensors, and records of the ranks' last collectives."""
 
 import contextlib
 import datetime
@@ -7,26 +7,12 @@ import os
 import socket
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megamix.comm.collectives import Collectives, make_collectives
 from megamix.comm.topology import Axis
-
-
-def gather_json(collectives: Collectives, value: Any, device: torch.device) -> list[Any]:
-    """Return every rank's value, in rank order. The values travel as JSON: torch's own object gather unpickles, and a
-    pickle may run code.
-
-    `device`: the device of the collectives' tensors.
-    """
-    content = json.dumps(value).encode()
-    most = int(collectives.table(torch.tensor([len(content)], device=device)).max())
-    row = bytearray(content.ljust(most))  # JSON ends where the blanks begin
-    table = collectives.table(torch.frombuffer(row, dtype=torch.uint8).to(device))
-    return [json.loads(bytes(line)) for line in table.tolist()]
 
 
 def tell_collectives(path: Path) -> None:

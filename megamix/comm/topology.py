@@ -293,12 +293,6 @@ def local_device() -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) if torch.cuda.device_count() > 1 else 0)
 
 
-def num_on_machine(axis: Axis) -> int:
-    """Return how many of these ranks torchrun has started on this rank's machine; 1 if torchrun has started none."""
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return sum(rank // local_size == axis.ranks[axis.rank] // local_size for rank in axis.ranks)
-
-
 def side_store(world: Axis) -> Store:
     """Return the store in which the ranks have met, for messages beside the collectives. The returned object has a
     connection of its own, and keys that no earlier job of these processes has used. Every rank must call it.

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from megamix.comm.host import gather_json
+from megamix.comm.collectives import gather_json
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.flat_layout import ROW, Piece
 from megamix.mixed_precision.headroom import FP16_MAX

@@ -8,8 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megamix.base.values import HostNumbers
-from megamix.mixed_precision.step import Recorded, StepResult
+from megamix.mixed_precision.step import HostNumbers, Recorded, StepResult
 
 
 class Outcome(NamedTuple):

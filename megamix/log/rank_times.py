@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from megamix.base.console import Console, folded
-from megamix.comm.collectives import Pending
-from megamix.comm.host import gather_json
+from megamix.comm.collectives import Pending, gather_json
 from megamix.comm.topology import Topology
 from megamix.log.metrics import RANKS, MetricsWriter
 from megamix.log.readout import RecordedRows

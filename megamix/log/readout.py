@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from megamix.base.machine import peak_resident
-from megamix.comm.collectives import Collectives
-from megamix.comm.host import gather_json, host_collectives
+from megamix.comm.collectives import Collectives, gather_json
+from megamix.comm.host import host_collectives
 from megamix.comm.topology import Topology
 from megamix.log.culprits import headroom, peaks_by_param
 from megamix.log.metrics import FIRST_EXPONENT, LAST_EXPONENT, LayerPrecision, recorded_tags

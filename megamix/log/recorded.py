@@ -8,8 +8,7 @@ from typing import NamedTuple
 import torch
 
 from megamix.base.records import JOIN, Reduce
-from megamix.comm.collectives import Collectives
-from megamix.comm.host import gather_json
+from megamix.comm.collectives import Collectives, gather_json
 from megamix.comm.topology import Topology
 from megamix.mixed_precision.step import Recorded
 

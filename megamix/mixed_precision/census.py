@@ -1,9 +1,13 @@
-"""The census of a model: its parameters, their groups and axes, and the entries that all ranks have together."""
+"""The census of a model: its parameters, their groups and axes, links to the ranks that have a part in each, and the
+entries that all ranks have together.
+"""
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Collection, Iterable, Sequence
+import os
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from operator import attrgetter
@@ -14,14 +18,17 @@ from torch import Tensor, nn
 
 from megamix.base import constants
 from megamix.base.names import by_plain_name, plain_name, prefix_of
-from megamix.comm.collectives import Collectives
-from megamix.comm.host import gather_json
+from megamix.comm.collectives import Collectives, gather_json, make_collectives
 from megamix.comm.topology import Axis, Topology
-from megamix.mixed_precision.flat_layout import ParamSpec
+from megamix.mixed_precision.flat_layout import BucketPlan, ParamSpec
+from megamix.mixed_precision.guards.refusals import require_equal
 from megamix.mixed_precision.optim.optimizer import Optimizer
-from megamix.mixed_precision.settings import Placement, Sharding
+from megamix.mixed_precision.settings import Placement, Precision, Sharding
 from megamix.mixed_precision.update_slice import UpdateGroup
 
+log = logging.getLogger("megamix")
+
+_LOADED = 2.0  # least load that is logged, as a multiple of the bytes of a ring's sum
 SAVED_DTYPES = (  # dtypes that a checkpoint can hold
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64,
     torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
@@ -177,6 +184,57 @@ def _joined(sizes: Sequence[int], whole: int) -> list[int]:
         held += size
         numbers.append(number)
     return numbers
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """The collectives of an engine."""
+
+    device: torch.device
+    world: Collectives  # all ranks of the model
+    along: Mapping[str, Collectives]  # ranks that divide this rank's parameters, by `ParamSpec.along`
+    pp: Collectives  # ranks that hold other layers
+    replicas: Collectives  # ranks that own the same share
+    owners: list[Collectives]  # one per axis of `ParamSpec.axis`, the data-parallel ranks first
+
+    @staticmethod
+    def connect(
+        topology: Topology, census: Census, precision: Precision, sharding: Sharding, device: torch.device
+    ) -> Links:
+        for axis in census.axes:
+            _warn_of_load(axis, precision, device)
+        dividing = {spec.along for spec in census.specs if spec.shape != spec.full_shape}
+        return Links(
+            device,
+            world=make_collectives(topology.world, device),
+            along={name: make_collectives(topology.along(name), device) for name in sorted(dividing)},
+            pp=make_collectives(topology.pp, device),
+            replicas=make_collectives(topology.replicas, device),
+            owners=[sharding.collectives(axis, device) for axis in census.axes],
+        )
+
+    def require_equal_order(self, plans: Sequence[BucketPlan]) -> None:
+        """Refuse different buckets, or another order of them, on ranks that own them together. Raises: ValueError on
+        every rank.
+        """
+        for number, owners in enumerate(self.owners):
+            require_equal(owners, self.device, [plan for plan in plans if plan.axis == number])
+
+
+def _warn_of_load(axis: Axis, precision: Precision, device: torch.device) -> None:
+    """Log if the owners load the network between machines far more than the library's own sum would."""
+    exchanges = precision.sum_dtype(axis.size) != precision.own_grad_dtype
+    # In an exchange each rank of a machine sends a part to every rank of other machines. A ring sends one sum from a
+    # machine to the next.
+    on_machine, me = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), axis.ranks[axis.rank]
+    here, size = sum(rank // on_machine == me // on_machine for rank in axis.ranks), axis.size
+    load = here * (size - here) / max(1, size - 1)
+    if exchanges and device.type == "cuda" and load >= _LOADED and me == 0:
+        log.warning(
+            'reduce_dtype "half_fp32_sum" on %d machines: each sends about %.1f times the bytes that "half" would. '
+            'If steps wait for reduce_scatter, write reduce_dtype = "half"',
+            size // here, load,
+        )  # fmt: skip
 
 
 class Entry(NamedTuple):

@@ -20,6 +20,7 @@ from megamix.mixed_precision.bucket import Bucket, OwnedRange, make_buckets
 from megamix.mixed_precision.census import (
     Census,
     Entries,
+    Links,
     describe_whole,
     refuse_shared_elements,
     single_device,
@@ -34,15 +35,13 @@ from megamix.mixed_precision.guards import refusals
 from megamix.mixed_precision.guards.foreign_params import warn_of_foreign_params
 from megamix.mixed_precision.guards.module_guard import ModuleGuard
 from megamix.mixed_precision.guards.unseen_writes import UnseenWrites
-from megamix.mixed_precision.links import Links
 from megamix.mixed_precision.loss_scale import SMALLEST_USED, StaticLossScale
-from megamix.mixed_precision.moving_buffers import MovingBuffers
+from megamix.mixed_precision.module_state import MovingBuffers, Tallies
 from megamix.mixed_precision.observer import StepObserver
 from megamix.mixed_precision.optim.optimizer import Optimizer
 from megamix.mixed_precision.param_gather import ParamGather
 from megamix.mixed_precision.settings import Precision, Sharding
 from megamix.mixed_precision.step import StepProgress, StepResult, entry, put_table
-from megamix.mixed_precision.tallies import Tallies
 from megamix.mixed_precision.unit_gather import UnitGather
 from megamix.mixed_precision.update_slice import UpdateGroup
 from megamix.mixed_precision.weights import Fill, full_weights, load_weights, take_over

@@ -23,8 +23,7 @@ from megamix.base import constants
 from megamix.comm.collectives import Collectives
 from megamix.mixed_precision.bucket import Bucket
 from megamix.mixed_precision.flat_layout import ROW
-from megamix.mixed_precision.group_scalars import GroupScalars
-from megamix.mixed_precision.optim.optimizer import Optimizer
+from megamix.mixed_precision.optim.optimizer import GroupScalars, Optimizer
 from megamix.mixed_precision.row_stats import RowStats, chunked_row_stats, row_stats, sum_at_once, sum_in_chunks
 from megamix.mixed_precision.update_slice import (
     Kernel,

@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from megamix.base.names import by_plain_name
 from megamix.comm.collectives import Collectives
 from megamix.mixed_precision.bucket import Bucket
-from megamix.mixed_precision.census import Entries, Entry
+from megamix.mixed_precision.census import Entries, Entry, Links
 from megamix.mixed_precision.flat_layout import ParamSpec
-from megamix.mixed_precision.links import Links
 from megamix.mixed_precision.update_slice import MASTER
 
 _MOST_TOLD = 8  # most entries that a message lists for each kind of problem; another model may differ in hundreds

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from megamix.base import constants
-from megamix.comm.collectives import Collectives
-from megamix.comm.host import gather_json
+from megamix.comm.collectives import Collectives, gather_json
 from megamix.launch.liveness import names
 from megamix.mixed_precision.bucket import Bucket
 from megamix.mixed_precision.engine import ShardedEngine

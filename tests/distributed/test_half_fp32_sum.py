@@ -14,8 +14,7 @@ from megamix import AdamW, Precision, ShardedEngine, Sharding, StaticLossScale
 from megamix.base import constants
 from megamix.comm.collectives import Collectives
 from megamix.comm.topology import Axis, Topology
-from megamix.mixed_precision.census import Census
-from megamix.mixed_precision.links import Links
+from megamix.mixed_precision.census import Census, Links
 from tests.distributed.reference import train_reference
 
 

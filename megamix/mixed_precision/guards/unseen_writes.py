@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from megamix.base import constants
-from megamix.base.values import HostNumbers
 from megamix.comm.collectives import Collectives
 from megamix.mixed_precision.bucket import Bucket
 from megamix.mixed_precision.flat_layout import ROW
-from megamix.mixed_precision.step import StepProgress
+from megamix.mixed_precision.step import HostNumbers, StepProgress
 
 _FIRST, _EVERY = 2, 64  # checked steps besides examined ones; a pass over the shard costs as much as an update
 _LAG = 2  # steps until the host reads the result of a check, so that no step waits for the device

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from megamix.comm.collectives import make_collectives
-from megamix.comm.host import gather_json
+from megamix.comm.collectives import gather_json, make_collectives
 from megamix.comm.topology import Topology
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.tools.audit.facts import FP8, NOWHERE, UNKNOWN, Facts, ParamFacts, describe, dtype_name, local, sum_of_bits

@@ -17,15 +17,15 @@ from megamix.base.tally import Tally
 from megamix.comm.collectives import GlooCollectives
 from megamix.data.loader import Batch
 from megamix.mixed_precision import engine as engine_module
-from megamix.mixed_precision import group_scalars
 from megamix.mixed_precision.bucket import Bucket
 from megamix.mixed_precision.engine import ShardedEngine
+from megamix.mixed_precision.module_state import Tallies
+from megamix.mixed_precision.optim import optimizer
 from megamix.mixed_precision.optim.muon import Muon, MuonUpdate, orthogonalised
 from megamix.mixed_precision.optim.nag import NAG
 from megamix.mixed_precision.optim.optimizer import Optimizer
 from megamix.mixed_precision.param_gather import ParamGather
 from megamix.mixed_precision.step import StepProgress
-from megamix.mixed_precision.tallies import Tallies
 from megamix.mixed_precision.unit_gather import UnitGather
 from megamix.model import decoder, fp8
 from megamix.model.experts import Router, Stack
@@ -257,7 +257,7 @@ def betas_of_the_first_group():
     return _groups(betas=((0.9,), (0.95,)))
 
 
-@wrong(group_scalars, "entry")
+@wrong(optimizer, "entry")
 def momentum_one_update_early(right, table, update):
     """Each update has the momentum that its schedule has for the next one."""
     return right(table, update + 1)
