@@ -20,7 +20,7 @@ RUNS = [DOCS / "example_runs/quickstart", DOCS / "example_runs/quickstart_adamw"
 MARK = "<!-- console: python docs/run_pictures.py writes it -->\n```text\n"
 LEFT_OUT = "[...]"
 # Of each page: the steps from which and up to which it shows the console.
-PAGES = {"operations.md": ((0, 10), (100, 100), (130, 130), (260, 260))}
+PAGES = {"watch.md": ((0, 10), (130, 130))}
 PICTURES = {"run_loss", "run_range", "run_compared"}
 
 

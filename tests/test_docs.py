@@ -70,12 +70,12 @@ def test_the_page_of_promises_names_each_room_and_is_a_page():
 
 
 def test_the_log_s_table_has_exactly_the_tags_that_are_written_and_the_text_no_other():
-    tags = re.findall(r"^\| [^|`]+ \| `([^`]+)` \| ", _text("operations.md"), flags=re.MULTILINE)
+    tags = re.findall(r"^\| [^|`]+ \| `([^`]+)` \| ", _text("watch.md"), flags=re.MULTILINE)
     assert sorted(tags) == sorted(TAGS.values())
     rooms = "|".join(sorted({tag.partition("/")[0] for tag in TAGS.values()}))
-    named = re.findall(rf"`((?:{rooms})/\w+)`", _text("operations.md"))
+    named = re.findall(rf"`((?:{rooms})/\w+)`", _text("watch.md"))
     assert set(named) == set(TAGS.values())
-    named = re.findall(r"^\| `precision/(\w+)/LAYER` \| ", _text("operations.md"), flags=re.MULTILINE)
+    named = re.findall(r"^\| `precision/(\w+)/LAYER` \| ", _text("watch.md"), flags=re.MULTILINE)
     assert named == [field.name for field in dataclasses.fields(LayerPrecision)]
 
 

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def test_the_pages_have_every_picture():
-    pages = ((ROOT / f"docs/{name}.md").read_text(encoding="utf-8") for name in ("parallelism", "operations"))
+    pages = ((ROOT / f"docs/{name}.md").read_text(encoding="utf-8") for name in ("parallelism", "watch"))
     shown = [sorted(re.findall(r"\]\(pictures/(\w+)\.png\)", page)) for page in pages]
     assert shown == [sorted(pictures.ALL), sorted(run_pictures.PICTURES)]
     assert {path.stem for path in pictures.PICTURES.iterdir()} == {*pictures.ALL, *run_pictures.PICTURES, "step"}

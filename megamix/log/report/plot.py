@@ -180,7 +180,7 @@ def _communication(rows: Sequence[dict[str, Any]]) -> Figure:
 def _heat_map(axes: Axes, heat_map: HeatMap, columns: str, title: str, unit: str, factor: float) -> None:
     num_layers, num_columns = len(heat_map.layers), len(heat_map.columns)
     mesh = axes.pcolormesh([[factor * value for value in row] for row in heat_map.values])
-    axes.set_facecolor("lightgrey")  # cells without a number, see docs/operations.md
+    axes.set_facecolor("lightgrey")  # cells without a number, see docs/watch.md
     axes.grid(visible=False)
     axes.invert_yaxis()  # the model's first layer is on top
     every = -(-num_columns // _MOST_TICKS)
