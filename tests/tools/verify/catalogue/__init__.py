@@ -4,5 +4,5 @@ bugs         an entry, and the table of all
 foreign      a training by hand, right, whose parts the bugs replace
 gradients, scaling, updates    bugs in it, or in torch's wrappers
 engine       bugs in our engine
-__main__     `python -m tests.tools.verify.catalogue` runs all and writes the table in docs/verify_reference.md
+__main__     `python -m tests.tools.verify.catalogue` runs all, and writes answers.md and docs/verify_reference.md
 """

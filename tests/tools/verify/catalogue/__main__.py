@@ -1,4 +1,6 @@
-"""The table of docs/verify_reference.md: `python -m tests.tools.verify.catalogue` runs every entry and writes it."""
+"""The tables of answers.md and docs/verify_reference.md: `python -m tests.tools.verify.catalogue` runs every entry and
+writes them.
+"""
 
 import re
 from pathlib import Path
@@ -11,6 +13,7 @@ from tests.tools.verify.catalogue.run import verdicts
 from tests.tools.verify.runs.run_bugs import RUN_BUGS
 
 PAGE = Path(__file__).parents[4] / "docs" / "verify_reference.md"
+ANSWERS = Path(__file__).with_name("answers.md")
 HEADER = "| bug | met in | ranks | step | what `verify` says first |\n|---|---|---|---|---|\n"
 
 IN_TABLE = [bug for bug in BUGS.values() if bug.met_in]
@@ -43,19 +46,15 @@ def masked(row):
 
 
 def rows_of(page):
-    """Return the rows of the page's table."""
+    """Return the rows of the table of all answers."""
     return [f"{row}\n" for row in page.partition(HEADER)[2].partition("\n\n")[0].splitlines()]
 
 
-def with_tables(page, found):
-    """Return the page with both tables written anew."""
-    for header, table in (
-        (HEADER, HEADER + "".join(row(bug, found[bug.name]) for bug in IN_TABLE)), (RUNS_HEADER, runs_table()),
-    ):  # fmt: skip
-        before, known, after = page.partition(header)
-        assert known, f"no table: it begins with {header!r}"
-        page = f"{before}{table}\n{after.partition(chr(10) * 2)[2]}"
-    return page
+def write(path, header, table):
+    """Write the table with this header anew. `table`: all of it."""
+    before, known, after = path.read_text(encoding="utf-8").partition(header)
+    assert known, f"no table in {path}: it begins with {header!r}"
+    path.write_text(f"{before}{table}\n{after.partition(chr(10) * 2)[2]}", encoding="utf-8")
 
 
 def main():
@@ -67,7 +66,8 @@ def main():
     finally:
         for pool in pools.values():
             pool.close()
-    PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8"), found), encoding="utf-8")
+    write(ANSWERS, HEADER, HEADER + "".join(row(bug, found[bug.name]) for bug in IN_TABLE))
+    write(PAGE, RUNS_HEADER, runs_table())
     wrong = [bug.name for bug in IN_TABLE if not named(bug, found[bug.name])]
     print(f"{len(IN_TABLE) - len(wrong)} of {len(IN_TABLE)} as expected; not: {wrong}")
 
