@@ -80,12 +80,28 @@ def test_the_log_s_table_has_exactly_the_tags_that_are_written_and_the_text_no_o
 
 
 def test_every_stage_of_a_step_is_a_file():
-    table = _text("design.md").partition("### The stages and their files")[2].partition("\n### ")[0]
+    table = _text("design.md").partition("### The stages and their files")[2].partition("\n## ")[0]
     cells = re.findall(r"^\| [^|]+ \| ((?:`\w+`(?:, )?)+) \|", table, flags=re.MULTILINE)
     named = [name for cell in cells for name in re.findall(r"`(\w+)`", cell)]
     assert len(named) >= 10
     room = ROOT / "megamix/mixed_precision"
     assert [name for name in named if not [*room.rglob(f"{name}.py")]] == []
+
+
+def test_the_table_by_megatron_s_stages_names_files_and_tests_that_are_there_and_what_they_define():
+    table = _text("design.md").partition("## By Megatron-LM's stages")[2].partition("\n## ")[0]
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| ")][1:]
+    assert len(rows) >= 25
+    for what, ours, files, tests in rows:
+        paths = [ROOT / name for name in re.findall(r"`([^`]+)`", files)]
+        proven = [ROOT / name for name in re.findall(r"`([^`]+)`", tests)]
+        assert all(path.is_file() for path in [*paths, *proven]), what
+        assert len(paths) <= 3, what
+        text = "".join(path.read_text(encoding="utf-8") for path in paths)
+        names = [name.rpartition(".")[2] for name in re.findall(r"`([\w.]+)`", ours)]
+        assert [name for name in names if not re.search(rf"(?:def|class) {name}\b|\b{name}\b(?: =|:)", text)] == [], (
+            what
+        )
 
 
 ROOMS = sorted(path.parent for path in (ROOT / "megamix").glob("*/**/__init__.py"))
