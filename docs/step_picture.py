@@ -14,6 +14,7 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
+from examples import step as plain
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
@@ -31,21 +32,27 @@ DTYPES = {torch.float16: "FP16", torch.float32: "FP32"}
 
 
 class Stage(NamedTuple):
-    """A row of the drawing: a function that the engine calls, and what it does in words."""
+    """A row of the drawing: a function that the engine calls, what it does in words, and the plain step's function."""
 
     function: Callable[..., Any]
     title: str
+    plain: Callable[..., Any]
+
+    @property
+    def line(self) -> int:
+        """Return the line at which the plain function begins in docs/examples/step.py."""
+        return self.plain.__code__.co_firstlineno
 
 
 # In the order of the drawing; the engine's own is checked against it.
 STAGES = {
-    "forward": Stage(megamix.ShardedEngine.__call__, "forward"),
-    "loss": Stage(megamix.ShardedEngine.backward, "loss x scale"),
-    "backward": Stage(Bucket.collect, "backward"),
-    "reduce-scatter": Stage(Bucket.launch_sum, "reduce-scatter"),
-    "agreement": Stage(grad_stats.agree, "agreement"),
-    "update": Stage(BucketUpdate.in_turn, "update"),
-    "all-gather": Stage(Bucket.launch_gather, "all-gather"),
+    "forward": Stage(megamix.ShardedEngine.__call__, "forward", plain.forward),
+    "loss": Stage(megamix.ShardedEngine.backward, "loss x scale", plain.scale_loss),
+    "backward": Stage(Bucket.collect, "backward", plain.backward),
+    "reduce-scatter": Stage(Bucket.launch_sum, "reduce-scatter", plain.reduce_scatter),
+    "agreement": Stage(grad_stats.agree, "agreement", plain.agree),
+    "update": Stage(BucketUpdate.in_turn, "update", plain.update),
+    "all-gather": Stage(Bucket.launch_gather, "all-gather", plain.all_gather),
 }
 
 
@@ -102,7 +109,8 @@ def draw(axes: Any, step: Step) -> None:
         axes.text(x, 1.45, f"rank {rank}", ha="center", fontsize=17, weight="bold")
     rows = {name: -1.5 * number for number, name in enumerate(step.order)}
     for name, y in rows.items():
-        axes.text(-0.2, y + 0.45, STAGES[name].title, ha="right", va="center", fontsize=16, weight="bold")
+        axes.text(-0.2, y + 0.5, STAGES[name].title, ha="right", va="center", fontsize=16, weight="bold")
+        axes.text(-0.2, y + 0.08, f"step.py, line {STAGES[name].line}", ha="right", va="center", fontsize=12)
     for rank, x in enumerate(middles):
         _buffer(axes, rank, rows["forward"], whole=True)
         _note(axes, x, rows["forward"], f"parameters, {step.params}")
@@ -118,7 +126,7 @@ def draw(axes: Any, step: Step) -> None:
         _crossing(axes, middles, rows[name], words)
     both = _left(RANKS - 1) + _WIDE
     _plain(axes, 0.0, rows["agreement"], both, "inf or NaN on any rank? norm of all gradients")
-    _note(axes, both / 2, rows["agreement"], "if so: nothing changes anywhere, the scale falls, the batch comes again")
+    _note(axes, both / 2, rows["agreement"], "if so: nothing changes, the scale falls, the batch comes again")
 
 
 _WIDE, _GAP = 5.2, 0.6  # of a rank's column, and between two
