@@ -97,19 +97,19 @@ class TransformersConfig(FamilyConfig):
     family: Literal["transformers"] = "transformers"
     """Name of the family."""
     config_json: Annotated[str, AfterValidator(_known)] = ""
-    """The text of the folder's config.json, which a run keeps. Not set: it is read."""
+    """Text of the folder's config.json, which a run keeps. Empty: it is read."""
     folder: Annotated[Text, AfterValidator(_readable), Field(examples=["models/gemma-3-270m"])]
-    """Folder of the model: its config.json, and safetensors if training starts from weights. Read at a run's start."""
+    """Folder of config.json, and of safetensors if training starts from weights; read at a run's start."""
     seq_len: Annotated[PositiveInt, Field(examples=[1024])]
     """Tokens in one training sequence."""
     init: Literal["auto", "random", "folder"] = "auto"
-    """The first weights: drawn by transformers' rules and training.seed, or the folder's; auto: the folder's if it has
-    any."""
+    """First weights: drawn by transformers' rules and training.seed, or the folder's; auto: the folder's if it has any.
+    """
     recompute: Recompute[Literal["none", "full"]] = "none"
-    """Values that backward recomputes instead of keeping them: none, or whole blocks, { full = 12 } those of the first
-    12 layers, { full = 0.5 } of half. The gradients are the same."""
+    """What backward recomputes: nothing, or whole blocks, {full=12} those of the first 12 layers. Gradients stay the
+    same."""
     compile: bool = False
-    """Whether each block runs through torch.compile, which needs a C++ compiler on a CPU."""
+    """Whether torch.compile compiles each block, on a CPU by a C++ compiler."""
 
     @model_validator(mode="before")
     @classmethod

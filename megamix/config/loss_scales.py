@@ -19,11 +19,10 @@ def loss_scale_rule(rule: str, dtype: object) -> str:
 
 
 class LossScaleConfig(Section):
-    """The factor on the loss, so that gradients do not vanish below FP16's range."""
+    """The factor on the loss, so that gradients do not vanish below FP16's range. Scales and factors are powers of two."""
 
     rule: Annotated[str, OneOf(LOSS_SCALES, "auto")] = "auto"
-    """auto (dynamic for fp16, off otherwise), dynamic, headroom, the rule of torch, megatron or deepspeed, static,
-    or off."""
+    """auto: dynamic for fp16, else off."""
 
 
 class _Rule(ChosenTable):
@@ -38,16 +37,16 @@ class TorchScale(LossScaleConfig, settings.TorchSettings):
     """The rule of torch.amp.GradScaler."""
 
     min_scale: PowerOfTwo | None = None
-    """The scale never falls below this. Not set: it may vanish."""
+    """The scale's floor. Not set: it may vanish."""
     max_scale: PowerOfTwo | None = None
-    """The scale never grows beyond this. Not set: FP32's range is the limit."""
+    """The scale's ceiling. Not set: FP32's range."""
 
 
 class _WithRange(LossScaleConfig):
     min_scale: PowerOfTwo = 1.0
-    """The scale never falls below this."""
+    """The scale's floor."""
     max_scale: PowerOfTwo = 2.0**32
-    """The scale never grows beyond this."""
+    """The scale's ceiling."""
 
 
 class DynamicScale(_WithRange, settings.DynamicSettings):
@@ -58,9 +57,9 @@ class MegatronScale(LossScaleConfig, settings.MegatronSettings):
     """The rule of Megatron-LM."""
 
     min_scale: PowerOfTwo = 1.0
-    """The scale never falls below this."""
+    """The scale's floor."""
     max_scale: PowerOfTwo | None = None
-    """The scale never grows beyond this. Not set: FP32's range is the limit."""
+    """The scale's ceiling. Not set: FP32's range."""
 
 
 class DeepSpeedScale(MegatronScale, settings.DeepSpeedSettings):

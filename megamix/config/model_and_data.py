@@ -55,12 +55,12 @@ _SCALINGS = Registry("rule of rotary wavelengths")
 
 
 class RopeScaling(Section):
-    """Stretches rotary wavelengths, so that a model reads longer sequences than in its first training."""
+    """Stretches rotary wavelengths, for longer sequences than in the first training."""
 
     rule: Annotated[str, OneOf(_SCALINGS), Field(examples=["llama3"])]
-    """linear stretches every wavelength by factor; llama3 and yarn only the long ones, as Llama 3.1 and YaRN do."""
+    """linear stretches every wavelength; llama3 and yarn only the long ones, as Llama 3.1 and YaRN."""
     factor: Annotated[float, Field(ge=1, examples=[8.0])]
-    """The number that multiplies a wavelength."""
+    """Multiplies a wavelength."""
 
 
 class Llama3Scaling(RopeScaling):
@@ -70,11 +70,11 @@ class Llama3Scaling(RopeScaling):
     model_config = ConfigDict(validate_default=True)
 
     low_freq_factor: PositiveFloat = 1.0
-    """Wavelengths above original_seq_len / low_freq_factor are stretched in full."""
+    """Wavelengths above original_seq_len/low_freq_factor get the whole factor."""
     high_freq_factor: Annotated[PositiveFloat, AfterValidator(_above_low)] = 4.0
-    """Wavelengths below original_seq_len / high_freq_factor stay. Must be greater than low_freq_factor."""
+    """Wavelengths below original_seq_len/high_freq_factor stay; greater than low_freq_factor."""
     original_seq_len: PositiveInt = 8192
-    """The sequence length of the earlier training."""
+    """Sequence length of the earlier training."""
 
 
 class YarnScaling(RopeScaling):
@@ -83,11 +83,11 @@ class YarnScaling(RopeScaling):
     beta_fast: PositiveFloat = 32.0
     """Wavelengths that turn more often in original_seq_len stay."""
     beta_slow: PositiveFloat = 1.0
-    """Wavelengths that turn less often in original_seq_len are stretched in full."""
+    """Those that turn less often get the whole factor."""
     attention_factor: PositiveFloat | None = None
-    """Factor of rotated queries and keys. Not set: 1 + ln(factor) / 10."""
+    """Factor of rotated queries and keys. Not set: 1 + ln(factor)/10."""
     original_seq_len: PositiveInt = 8192
-    """The sequence length of the earlier training."""
+    """Sequence length of the earlier training."""
 
 
 _SCALINGS.sections |= {"linear": RopeScaling, "llama3": Llama3Scaling, "yarn": YarnScaling}
@@ -100,9 +100,9 @@ class RopeConfig(Section):
     theta: Factor = 10000.0
     """Base of the wavelengths."""
     dim: PositiveInt | None = None
-    """Elements of each head that positions turn, the first ones. Not set: head_dim."""
+    """First elements of each head, which positions turn. Not set: head_dim."""
     unrotated_layers: Annotated[tuple[NonNegativeInt, ...], Field(strict=False, examples=[[3, 7]])] = ()
-    """Layers whose attention has no rotary positions, counted from 0."""
+    """Layers without rotary positions, counted from 0."""
     scaling: Annotated[Annotated[RopeScaling, SCALING] | None, Field(examples=[{"rule": "llama3", "factor": 8.0}])] = (
         None
     )
@@ -110,28 +110,28 @@ class RopeConfig(Section):
 
 
 class WindowConfig(Section):
-    """Windows of attention: a query of some layers sees the last keys alone."""
+    """Windows of attention: in some layers a query sees the last keys alone."""
 
     sizes: Annotated[tuple[NonNegativeInt, ...], Field(strict=False, min_length=1, examples=[[1024, 1024, 1024, 0]])]
-    """Keys that a query sees, its own included, in each layer; 0: all. A shorter list repeats over the layers."""
+    """Keys that a query sees, its own included, in each layer; 0: all. A shorter list repeats."""
     rope_theta: Factor | None = None
-    """Base of the rotary wavelengths in layers with a window, which are not stretched then. Not set: as in other
-    layers."""
+    """Base of the wavelengths in layers with a window, which are not stretched then. Not set: as in other layers."""
 
 
 class LatentSizes(Section):
-    """Multi-head latent attention, as in DeepSeek-V2 and V3: keys and values come from a narrow latent of a token."""
+    """Multi-head latent attention (DeepSeek-V2, V3): keys and values come from a narrow latent. num_kv_heads, head_dim,
+    rope.dim, qk_norm, qkv_bias and attention_gate are refused beside it."""
 
     kv_rank: Annotated[PositiveInt, Field(examples=[512])]
-    """Width of the latent of keys and values (kv_lora_rank)."""
+    """Width of keys' and values' latent (kv_lora_rank)."""
     query_rank: Annotated[PositiveInt | None, Field(examples=[1536])] = None
-    """Width of the latent of queries (q_lora_rank). Not set: queries have no latent."""
+    """Width of queries' latent (q_lora_rank). Not set: none."""
     unrotated_dim: Annotated[PositiveInt, Field(examples=[128])]
-    """Elements of a head's query and key without positions (qk_nope_head_dim)."""
+    """Elements of a query and key without positions (qk_nope_head_dim)."""
     rotary_dim: Annotated[PositiveInt, Field(examples=[64])]
-    """Further elements, which rotary positions turn (qk_rope_head_dim); all heads share those of the key."""
+    """Further elements, which positions turn (qk_rope_head_dim); all heads share the key's."""
     value_dim: Annotated[PositiveInt, Field(examples=[128])]
-    """Elements of a head's value (v_head_dim)."""
+    """Elements of a value (v_head_dim)."""
 
 
 class ExpertGroups(Section):
@@ -144,7 +144,7 @@ class ExpertGroups(Section):
 
 
 class ExpertsConfig(Section):
-    """A mixture of experts: each token passes a few of many feed-forward parts, and none is dropped."""
+    """A mixture of experts: each token passes a few of many feed-forward parts; none is dropped."""
 
     num_experts: Annotated[PositiveInt, Field(examples=[64])]
     """Experts of a layer."""
@@ -153,24 +153,24 @@ class ExpertsConfig(Section):
     ffn_hidden_size: Annotated[PositiveInt, Field(examples=[768])]
     """Inner width of one expert."""
     shared_ffn_hidden_size: PositiveInt | None = None
-    """Inner width of one more feed-forward part, which every token passes. Not set: there is none."""
+    """Inner width of one more feed-forward part for every token. Not set: none."""
     dense_layers: NonNegativeInt = 0
-    """First layers that have the feed-forward part of model.ffn_hidden_size in place of experts."""
+    """First layers with the feed-forward part of model.ffn_hidden_size in place of experts."""
     score: Literal["softmax", "sigmoid"] = "softmax"
-    """Score of an expert, from the router's logit: softmax is over all experts of the layer."""
+    """Score of an expert, from the router's logit; softmax is over all experts."""
     normalize: bool = True
-    """Whether a token's scores of its experts are divided by their sum. With softmax this is the softmax over them."""
+    """Whether the scores of a token's experts are divided by their sum; with softmax, the softmax over them."""
     scale: PositiveFloat = 1.0
     """Factor of those scores."""
     groups: Annotated[ExpertGroups | None, Field(examples=[{"count": 8, "top": 4}])] = None
     """Groups of experts, of which a token passes a few. Not set: a token's experts may be any."""
     bias_rate: NonNegativeFloat = 0.001
-    """Step by which each update moves an expert's bias, which counts in the choice alone, towards equal loads. 0: there
-    are no biases."""
+    """Step by which an update moves an expert's bias, which counts in the choice alone, towards equal loads. 0: no
+    biases."""
     balance_loss: NonNegativeFloat = 0.0
     """Factor of the loss of unequal loads within each sequence."""
     z_loss: NonNegativeFloat = 0.0
-    """Factor of the mean of logsumexp(router logits)^2 in a training's gradient. 1e-3 is usual."""
+    """Factor of the mean of logsumexp(router logits)^2 in the gradient; 1e-3 is usual."""
 
 
 def _number_or_share(value: object) -> object:
@@ -180,10 +180,10 @@ def _number_or_share(value: object) -> object:
 
 
 class FirstLayers(Section):
-    """The first layers of the whole model, whose blocks backward computes again; the others keep everything."""
+    """The first layers, whose blocks backward computes again."""
 
     full: Annotated[PositiveInt | PositiveFloat, BeforeValidator(_number_or_share), Field(examples=[12])]
-    """Number of these layers, or their share of all layers."""
+    """Their number, or their share of all."""
 
 
 # pydantic puts the tag of a union's part into the place of an error, which leaves it out: nobody has written it.
@@ -200,83 +200,78 @@ class FamilyConfig(Section):
     """Holds the one key that every model has: its family."""
 
     family: Annotated[str, OneOf(FAMILIES)] = "transformer"
-    """The kind of model; it decides which other keys exist."""
+    """Kind of model, which decides the other keys."""
 
 
 class DecoderConfig(FamilyConfig):
     """Holds the keys that every family reads; a plugin's section begins with these keys."""
 
     vocab_size: Annotated[PositiveInt, Field(examples=[2048])]
-    """Rows of the embedding table; at least the number of tokens the tokenizer knows."""
+    """Rows of the embedding table, at least the tokenizer's tokens."""
     seq_len: Annotated[PositiveInt, Field(examples=[256])]
     """Tokens in one training sequence."""
     hidden_size: Annotated[PositiveInt, Field(examples=[192])]
-    """Width of the residual stream; a multiple of num_heads, unless head_dim or latent_attention is set."""
+    """Width of the residual stream; a multiple of num_heads unless head_dim or latent_attention is set."""
     num_layers: Annotated[PositiveInt, Field(examples=[4])]
-    """Number of transformer blocks."""
+    """Transformer blocks."""
     tie_embeddings: bool = True
     """Whether the head reads the embedding table instead of its own weight."""
     dropout: Share = 0.0
-    """Share of the outputs of the embedding and of each branch that training sets to zero; drawn by training.seed,
-    sample and try."""
+    """Share of the outputs of embedding and branches that training zeroes; drawn by training.seed, sample and try."""
     init_std: PositiveFloat = 0.02
     """Standard deviation of the initial weights."""
     z_loss: NonNegativeFloat = 0.0
-    """Factor of logsumexp(logits)^2 in the loss of a training, which keeps logits small; validation has none. 1e-4 is
-    usual."""
+    """Factor of logsumexp(logits)^2 in the training loss, which keeps logits small; 1e-4 is usual."""
     recompute: Recompute[Literal["none", "selective", "full"]] = "none"
-    """Values that backward recomputes instead of keeping them: none, the outputs of norms and activation function, or
-    whole blocks, { full = 12 } those of the first 12 layers, { full = 0.5 } of half. The gradients are the same."""
+    """What backward recomputes: nothing, the outputs of norms and activation function, or whole blocks, {full=12} those
+    of the first 12 layers, {full=0.5} of half. Gradients stay the same."""
     compile: bool = False
-    """Whether each block runs through torch.compile, which needs a C++ compiler on a CPU."""
+    """Whether torch.compile compiles each block, on a CPU by a C++ compiler."""
 
 
 class ModelConfig(DecoderConfig):
     """The decoder-only transformer."""
 
     num_heads: Annotated[PositiveInt, Field(examples=[6])]
-    """Query heads of each attention."""
+    """Query heads."""
     num_kv_heads: PositiveInt | None = None
-    """Key and value heads (grouped-query attention); divides num_heads. Not set: num_heads."""
+    """Key and value heads (GQA); divides num_heads. Not set: num_heads."""
     head_dim: PositiveInt | None = None
-    """Width of one head. Not set: hidden_size / num_heads."""
+    """Width of one head. Not set: hidden_size/num_heads."""
     ffn_hidden_size: PositiveInt | None = None
-    """Inner width of the feed-forward part. Not set: 8/3 * hidden_size rounded up to a multiple of 64 for swiglu
-    and geglu, 4 * hidden_size for the others."""
+    """Inner width of the feed-forward part. Not set: 4*hidden_size, or for swiglu and geglu 8/3*hidden_size rounded up
+    to a multiple of 64."""
     norm: Literal["rmsnorm", "rmsnorm_1p", "layernorm"] = "rmsnorm"
-    """Normalisation of attention, feed-forward part (see norm_place) and the head's input; rmsnorm_1p multiplies by
-    1 + weight."""
+    """Norm of attention, feed-forward part and the head's input; rmsnorm_1p multiplies by 1 + weight."""
     norm_eps: PositiveFloat = 1e-5
-    """Added to the mean square (rmsnorm) or variance (layernorm) before its root."""
+    """Added to the mean square (rmsnorm) or variance (layernorm)."""
     rope: Annotated[
         RopeConfig | None,
         BeforeValidator(lambda value: None if value is False else value, json_schema_input_type=RopeConfig | _Off),
         WrapSerializer(lambda rope, dump: False if rope is None else dump(rope)),
     ] = left_out()
-    """Rotary positions. false: positions are learned, an added table of seq_len rows."""
+    """Rotary positions. false: learned ones, an added table of seq_len rows."""
     activation: Literal["swiglu", "geglu", "gelu", "gelu_tanh", "relu2"] = "swiglu"
-    """The feed-forward part's nonlinearity; gelu is the exact one, gelu_tanh the approximation of GPT-2, relu2 is
-    relu(x)^2. swiglu and geglu (of gelu_tanh) multiply by a second projection."""
+    """Nonlinearity of the feed-forward part: gelu is exact, gelu_tanh GPT-2's approximation, relu2 relu(x)^2; swiglu
+    and geglu (of gelu_tanh) multiply by a second projection."""
     bias: bool = False
     """Whether linear layers and layernorm have a bias."""
     qkv_bias: bool | None = None
-    """Whether the projections to query, key and value have a bias. Not set: as bias."""
+    """Whether the projections to query, key and value have one. Not set: as bias."""
     mlp_bias: bool | None = None
-    """Whether the feed-forward part's linear layers have a bias. Not set: as bias."""
+    """Whether the feed-forward part has one. Not set: as bias."""
     qk_norm: Literal["none", "head", "all"] = "none"
-    """Span of an RMSNorm that queries and keys pass before rotation: each head, or all heads together. none: there is
-    no such norm."""
+    """RMSNorm of queries and keys before rotation, over each head or all heads together."""
     norm_place: Literal["before", "after", "both"] = "before"
-    """Norms of attention and feed-forward part: of their inputs, of their outputs, or of both."""
+    """Norms of the inputs of attention and feed-forward part, of their outputs, or both."""
     window: Annotated[WindowConfig | None, Field(examples=[{"sizes": [1024, 1024, 1024, 0]}])] = None
     """Windows of attention. Not set: a query sees all keys before it."""
     attention_softcap: Factor | None = None
-    """Products of queries and keys become cap * tanh(product / cap). No kernel of a GPU has it: attention is slower.
-    Not set: they stay."""
+    """Scores of attention become cap*tanh(score/cap), which is slow: no GPU kernel has it. Not set: they stay."""
     logit_softcap: Factor | None = None
-    """Logits become cap * tanh(logit / cap). Not set: they stay."""
+    """Logits become cap*tanh(logit/cap). Not set: they stay."""
     attention_gate: bool = False
-    """Whether attention's heads are multiplied by the sigmoid of a further projection before the last one."""
+    """Whether heads are multiplied by the sigmoid of a further projection before the last one."""
     latent_attention: Annotated[
         LatentSizes | None,
         Field(examples=[{"kv_rank": 512, "unrotated_dim": 128, "rotary_dim": 64, "value_dim": 128}]),
@@ -287,15 +282,15 @@ class ModelConfig(DecoderConfig):
     ] = None
     """Experts in place of the feed-forward part. Not set: there are none."""
     attention_scale: Factor | None = None
-    """Factor of the products of queries and keys. Not set: 1 / sqrt(elements of a head's query)."""
+    """Factor of attention's scores. Not set: 1/sqrt(elements of a head's query)."""
     embedding_scale: Factor = 1.0
-    """Factor of the tokens' embeddings."""
+    """Factor of embeddings."""
     residual_scale: Factor = 1.0
-    """Factor of each attention and feed-forward part before it is added to the residual stream."""
+    """Factor of each attention and feed-forward part before the residual sum."""
     logit_divisor: Factor = 1.0
-    """The number by which logits are divided."""
+    """Divides the logits."""
     scaled_init: bool = True
-    """Whether the weights that end a branch start smaller by sqrt(2 * num_layers), as in GPT-2."""
+    """Whether weights that end a branch start smaller by sqrt(2*num_layers), as in GPT-2."""
 
 
 FAMILIES.sections |= {"transformer": ModelConfig}
@@ -310,16 +305,15 @@ def default_ffn_hidden_size(activation: str, hidden_size: int) -> int:
 
 
 class DataSource(Section):
-    """A source of samples: token files, or a made-up chain of tokens."""
+    """A source of samples, also in [[data.valid]]; "PREFIX" is short for one with that path."""
 
     path: Annotated[Text | None, Field(examples=["runs/data/train"])] = None
     """Prefix of the tokens: PREFIX.bin and PREFIX.idx."""
     markov: Annotated[PositiveInt | None, Field(examples=[4])] = None
-    """Instead of path: a chain in which this many tokens may follow each token, all equally likely. No loss goes below
-    ln(markov)."""
+    """Instead of path: a chain in which so many tokens may follow each, equally likely; no loss goes below ln(markov).
+    """
     weight: Annotated[PositiveFloat | None, Field(examples=[1.0])] = None
-    """Share of the samples, on any scale. Without weights all files are one corpus, each with the share of its
-    tokens."""
+    """Share of the samples, on any scale. Without weights all files are one corpus."""
 
     @property
     def name(self) -> str | int:
@@ -422,7 +416,7 @@ class DataStage(Section):
     """Another mixture from a given sample on."""
 
     from_sample: Annotated[PositiveInt, Field(examples=[100000])]
-    """Number of its first sample: the number of sequences that the run reads before it."""
+    """Its first sample: the sequences that the run reads before."""
     train: Sources
     """Sources, as in data.train."""
 
@@ -435,23 +429,23 @@ def _check_stages(stages: tuple[DataStage, ...]) -> tuple[DataStage, ...]:
 
 
 class DataConfig(Section):
-    """Token files; paths are relative to the folder in which you start the command."""
+    """Token files; paths are relative to the working folder."""
 
     train: Sources
-    """Prefix of the training tokens, PREFIX.bin and PREFIX.idx; or a list of tables, mixed by weight."""
+    """Prefix of the training tokens, PREFIX.bin and PREFIX.idx; or tables, mixed by weight."""
     stages: Annotated[
         tuple[DataStage, ...],
         AfterValidator(_check_stages),
         Field(strict=False, examples=[[{"from_sample": 100000, "train": "runs/data/train"}]]),
     ] = ()
-    """Mixtures that replace train later in the run. Empty: none."""
+    """Mixtures that replace train later in the run."""
     valid: Annotated[ValidSets | None, Field(examples=["runs/data/valid"])] = None
-    """The validation tokens, written as for train; or a table of such, each a set with a loss of its own by its name.
-    Not set: no validation, unless split is set."""
+    """The validation tokens, as train; or a table of sets by name, each with its own loss. Not set: no validation,
+    unless split is set."""
     split: Annotated[tuple[PositiveFloat, PositiveFloat] | None, Field(strict=False, examples=[[95, 5]])] = None
-    """Shares of each file's documents for training and for validation, on any scale. Not set: train has all."""
+    """Shares of each file's documents for training and validation, on any scale. Not set: train has all."""
     packing: Literal["none", "documents"] = "none"
-    """none: a sequence continues from one document into the next. documents: attention stays within a document,
-    positions restart with each, and its first token is not predicted."""
+    """none: a sequence continues into the next document. documents: attention stays within a document, positions
+    restart, and its first token is not predicted."""
     tokenizer: Text | None = None
-    """A tokenizer.json, needed for the sample of text at the end of a run. Not set: no sample."""
+    """A tokenizer.json, for the sample of text at a run's end. Not set: no sample."""

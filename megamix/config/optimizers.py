@@ -24,55 +24,55 @@ class AdamWConfig(Section, AdamWSettings):  # type: ignore[misc]  # likewise
     """Adam with decoupled weight decay."""
 
     state_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Format of both moments. In BF16 the update moves 20 bytes a parameter for 28; a moment whose decay rate is over
-    0.984 is rounded by chance, right on average."""
+    """Format of both moments. In BF16 the update moves 20 bytes a parameter, not 28; moments with decay rates over
+    0.984 are rounded stochastically."""
 
 
 class NAGConfig(Section, NAGSettings):  # type: ignore[misc]  # likewise
     """SGD with momentum, Nesterov's or the classical one."""
 
     state_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Format of the momentum. In BF16 the update moves 16 bytes a parameter for 20; momentum is at most 0.984 then."""
+    """Format of the momentum. In BF16 the update moves 16 bytes a parameter, not 20; momentum is at most 0.984."""
 
 
 class MuonConfig(AdamWConfig, MuonSettings):  # type: ignore[misc]  # likewise
-    """Muon for matrices; for tables, norms and biases AdamW, whose keys are here, too."""
+    """Muon for matrices; for tables, norms and biases AdamW, whose keys this table has, too."""
 
     ns_dtype: Literal["bf16", "fp32"] = "bf16"
-    """Format in which the iteration multiplies, and in which matrices travel between ranks."""
+    """Format of the iteration's products, and of matrices between ranks."""
     matrix: Annotated[tuple[Text, ...], Field(strict=False, examples=[["head.weight"]])] = ()
-    """Patterns of parameters that are matrices, though the model calls them tables."""
+    """Patterns of parameters that count as matrices, though the model calls them tables."""
     adamw: Annotated[tuple[Text, ...], Field(strict=False, examples=[["*.router.weight"]])] = ()
-    """Patterns of parameters that AdamW moves, though they are matrices."""
+    """Patterns of matrices that AdamW moves."""
 
 
 class SettingSchedule(Section):
-    """A setting as a function of applied updates: from start to its own value, and from there to end."""
+    """A setting as a function of applied updates: from start to its own value, then to end."""
 
     start: Finite | None = None
-    """Value at the first update. Not set: the setting's own."""
+    """Value at the first update. Not set: its own."""
     warmup_steps: NonNegativeInt = 0
-    """Updates from start to the setting's own value."""
+    """Updates from start to its own value."""
     end: Finite | None = None
-    """Value behind the last update. Not set: the setting's own."""
+    """Value behind the last update. Not set: its own."""
     decay_steps: PositiveInt | None = None
-    """The run's last updates, in which it moves to end. Not set: all updates after the warm-up."""
+    """The run's last updates, in which it moves to end. Not set: all after the warm-up."""
     curve: Literal["linear", "cosine"] = "linear"
     """Shape of both ways."""
 
 
 class OptimizerSchedules(Section):
-    """The settings of the optimizer that follow the updates. A group's own weight decay follows in proportion; its
-    other settings stay."""
+    """Settings of the optimizer that follow the updates, each a table as below. A group's own weight decay follows in
+    proportion; its other settings stay."""
 
     weight_decay: SettingSchedule | None = None
-    """Schedule of optimizer.weight_decay. Not set: it stays."""
+    """Schedule of optimizer.weight_decay."""
     momentum: SettingSchedule | None = None
-    """Schedule of the momentum of nag or muon. Not set: it stays."""
+    """Schedule of nag's or muon's momentum."""
     beta1: SettingSchedule | None = None
-    """Schedule of the first of the betas of adamw or muon. Not set: it stays."""
+    """Schedule of the first of adamw's or muon's betas."""
     beta2: SettingSchedule | None = None
-    """Schedule of the second of the betas. Not set: it stays."""
+    """Schedule of the second of the betas."""
 
 
 SHARES = ("momentum", "beta1", "beta2")  # those that are less than 1
@@ -85,24 +85,24 @@ class OptimizerConfig(Section):
     """The update of the FP32 master weights."""
 
     name: Annotated[str, OneOf(OPTIMIZERS)] = "adamw"
-    """adamw, nag (SGD with Nesterov momentum), or muon (matrices by orthogonalised momentum, the rest by AdamW); its
-    own keys are in the table of the same name."""
+    """nag is SGD with Nesterov momentum, muon moves matrices by orthogonalised momentum, the rest by AdamW. Its own
+    keys are in the table of that name."""
     lr: Annotated[PositiveFloat, Field(examples=[3e-4])]
     """Peak learning rate."""
     min_lr: NonNegativeFloat = 0.0
     """Learning rate at the end of the decay; at most lr."""
     weight_decay: NonNegativeFloat = 0.1
-    """Weight decay of parameters with two or more dimensions."""
+    """Weight decay of parameters with two dimensions or more."""
     clip_grad: NonNegativeFloat = 1.0
-    """Largest global gradient norm; a longer gradient is scaled down to it. 0: no clipping."""
+    """Largest global gradient norm; larger gradients are scaled down. 0: no clipping."""
     groups: Annotated[
         tuple[OptimizerGroup, ...], Field(strict=False, examples=[[{"pattern": "*.bias", "weight_decay": 0.0}]])
     ] = ()
-    """Exceptions by parameter name; the first match wins. Empty: all alike, but no decay on 1-d parameters."""
+    """Exceptions by parameter name."""
     schedules: OptimizerSchedules = left_out()
     """Settings that follow the updates."""
     compile: bool = True
-    """Whether torch.compile fuses the update. With false, or without a working compiler, torch's own kernels run."""
+    """Whether torch.compile fuses the update; else, and without a working compiler, torch's kernels run."""
 
 
 OPTIMIZERS.reserved = OptimizerConfig.model_fields

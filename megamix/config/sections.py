@@ -19,35 +19,34 @@ from megamix.settings.average import AverageSettings
 
 
 class LrScheduleConfig(Section):
-    """The learning rate as a function of applied updates (a skipped step does not count)."""
+    """The learning rate as a function of applied updates."""
 
     decay_style: Literal["cosine", "linear", "wsd", "inverse_sqrt", "constant"] = "cosine"
-    """Shape of the learning rate from lr to min_lr after the warm-up; wsd (warm-up, stable, decay) holds lr until its
-    final decay."""
+    """Way from lr to min_lr after the warm-up; wsd (warm-up, stable, decay) holds lr until its final decay."""
     warmup_steps: NonNegativeInt = 0
     """Updates of linear growth up to lr."""
     decay_steps: PositiveInt | None = None
-    """Updates of the decay, counted from the end of the warm-up. wsd needs it, and counts the run's last updates. Not
-    set: all updates after the warm-up."""
+    """Updates of the decay, from the end of the warm-up. wsd needs it, and counts the run's last ones. Not set: all
+    after the warm-up."""
     warmup_tokens: NonNegativeInt = 0
-    """In place of warmup_steps, for a run that is as long as training.tokens: the rate then follows the tokens of the
-    applied updates, as global_batch_size or batch_ramp gives them."""
+    """In place of warmup_steps, for a run as long as training.tokens: the rate then follows the tokens of applied
+    updates."""
     decay_tokens: PositiveInt | None = None
     """In place of decay_steps, for such a run."""
 
 
 class FP8Config(Section):
-    """Products in FP8: which layers, and what of them. Embedding, head, router and experts stay half."""
+    """Products in FP8. Embedding, head, router and experts stay half."""
 
     recipe: Annotated[Literal["rowwise", "tensorwise"], Field(examples=["rowwise"])]
-    """Part of a product's operand that has one scale. rowwise: a row, which keeps small rows; needs dtype "bf16".
-    tensorwise: the whole operand. A GPU must be at least SM 8.9."""
+    """What of an operand has one scale: a row, which keeps small rows and needs dtype "bf16", or all. A GPU must be at
+    least SM 8.9."""
     grad: Literal["e5m2", "e4m3"] = "e5m2"
-    """Format of gradients in products. e5m2 has the range of FP16, e4m3 one digit more."""
+    """Format of gradients in products: e5m2 has FP16's range, e4m3 one digit more."""
     weight_grad: Literal["half", "fp8"] = "half"
     """Format of the products that make gradients of weights."""
     but: Annotated[tuple[Text, ...], Field(strict=False, examples=[["blocks.0.*", "*.feed_forward.down"]])] = ()
-    """Patterns of names of linear layers of the blocks whose products stay half. The head's always do."""
+    """Patterns of the blocks' linear layers whose products stay half."""
 
 
 class PrecisionConfig(Section):
@@ -56,26 +55,25 @@ class PrecisionConfig(Section):
     dtype: Literal["fp16", "bf16", "fp32"] = "bf16"
     """Format of parameters, activations and gradients; master weights are always FP32."""
     grad_dtype: Literal["half", "fp32"] = "half"
-    """Format in which a step's gradients are added up. half is dtype's own; fp32 costs two more bytes a parameter."""
+    """Format in which a step's gradients are added up: dtype's own, or FP32, for two more bytes a parameter."""
     reduce_dtype: Literal["half", "half_fp32_sum", "fp32"] | None = None
-    """Formats in which gradients travel to the rank that owns their sum, and in which it keeps the sum. half: both
-    half. half_fp32_sum: half, then FP32. fp32: both FP32. Not set: half, or fp32 if grad_dtype is fp32."""
+    """Format in which gradients travel to their sum's owner, and of the sum: both half, half and FP32, or both FP32.
+    Not set: half, or fp32 if grad_dtype is fp32."""
     loss_scale: Annotated[LossScaleConfig, LOSS_SCALE] = left_out()
     """The factor on the loss."""
     fp8: Annotated[FP8Config | None, Field(examples=[{"recipe": "rowwise"}])] = None
     """Products in FP8. Not set: all products are of dtype."""
     on_overflow: Literal["requeue", "redo", "skip"] = "requeue"
-    """Treatment of a batch that overflowed. requeue: it is tried again two attempts later. redo: at once, with one wait
-    for the device a step. skip: it is lost."""
+    """A batch that overflowed is tried again two attempts later, or at once, with one wait for the device a step, or
+    lost."""
     max_retries: NonNegativeInt = 3
-    """Retries of one batch at scales that had worked before. After them the run sets it aside and names it in
-    set_aside.jsonl."""
+    """Retries of a batch at scales that had worked. Then it is set aside and named in set_aside.jsonl."""
     max_overflows_in_a_row: PositiveInt = 50
-    """The run gives up after this many overflows in a row; the search down from max_scale needs 33."""
+    """Overflows in a row after which the run gives up; the search down from max_scale needs 33."""
     max_overflows_at_floor: PositiveInt = 20
-    """The run gives up after this many overflows in a row at min_scale, or at a scale that never falls."""
+    """The same in a row at min_scale or a scale that never falls."""
     max_overflows_per_window: PositiveInt = 250
-    """The run gives up after this many overflows in 1000 attempts."""
+    """The same within 1000 attempts."""
 
 
 _BatchFrom = Annotated[tuple[NonNegativeInt, PositiveInt], Field(strict=False)]
@@ -89,38 +87,37 @@ def _check_ramp(ramp: tuple[_BatchFrom, ...]) -> tuple[_BatchFrom, ...]:
 
 
 class AverageConfig(Section, AverageSettings):  # type: ignore[misc]  # as frozen as its settings, by pydantic
-    """An exponential moving average (EMA) of the FP32 master weights, which each validation computes, too."""
+    """An exponential moving average (EMA) of the FP32 masters, from those of the first update that has it, over some
+    1/(1-decay) updates. Each validation computes its loss, too; training stays the same."""
 
 
 class TrainingConfig(Section):
     """Length and batches of the run."""
 
     steps: Annotated[PositiveInt, Field(examples=[1000])]
-    """Number of applied updates, each over one global batch; attempts that overflow do not count. Not read, and not
-    needed, with tokens."""
+    """Applied updates, each over one global batch; attempts that overflow do not count. Not read with tokens."""
     tokens: Annotated[NonNegativeInt, Field(examples=[20_000_000_000])] = 0
-    """In place of steps: tokens of the run, which takes as many updates as reach them. 0: steps says it."""
+    """In place of steps: tokens that the run's updates must reach. 0: none."""
     micro_batch_size: Annotated[PositiveInt, Field(examples=[8])]
-    """Sequences in one forward and backward of one rank."""
+    """Sequences in a forward and backward of one rank."""
     global_batch_size: Annotated[PositiveInt, Field(examples=[16])]
-    """Sequences in one step over all ranks; a multiple of micro_batch_size * dp_size * replicas. Accumulation supplies
-    the factor."""
+    """Sequences in a step over all ranks; a multiple of micro_batch_size*dp_size*replicas. The factor is gradient
+    accumulation, which has no key."""
     batch_ramp: Annotated[
         tuple[_BatchFrom, ...], AfterValidator(_check_ramp), Field(strict=False, examples=[[[0, 256], [2000, 512]]])
     ] = ()
-    """Pairs of a number of updates and the size of the global batches from there on; the last size is
-    global_batch_size. The learning rate follows updates, or with training.tokens tokens. Empty: all batches have
-    global_batch_size."""
+    """Pairs of a number of updates and the size of global batches from there on; the last size is global_batch_size.
+    Empty: all have it."""
     seed: Annotated[NonNegativeInt, Field(lt=2**63)] = 1234
     """Seed of the initial weights and of the data order."""
     deterministic: bool = False
-    """Whether a run on GPUs gives the same bits each time, too, as one on CPUs always does; slower there."""
+    """Whether a run on GPUs repeats bit for bit, as one on CPUs always does; slower."""
     eval_interval: NonNegativeInt = 0
     """Steps between validations. 0: only at the end."""
     eval_batches: PositiveInt = 8
     """Global batches of one validation."""
     average: Annotated[AverageConfig | None, Field(examples=[{"decay": 0.999}])] = None
-    """The average of the weights that is kept. Not set: none."""
+    """Average of the weights. Not set: none."""
 
 
 def _divides(size: int) -> int:
@@ -133,60 +130,56 @@ _Ranks = Annotated[PositiveInt, AfterValidator(_divides), Field(examples=[2])]
 
 
 class PipelineConfig(Section):
-    """Pipeline-parallel ranks, each with some of the layers."""
+    """Pipeline-parallel ranks, each with some layers."""
 
     size: _Ranks
-    """Number of these ranks."""
+    """Their number."""
     schedule: Literal["1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble"] = "1f1b"
-    """The order in which the ranks run forwards and backwards of a step's micro-batches. Zero-bubble schedules compute
-    the gradients of weights separately, while a rank would otherwise wait."""
+    """Order of a step's forwards and backwards. Zero-bubble schedules compute gradients of weights separately, while a
+    rank would wait."""
     stages_per_rank: PositiveInt | None = None
-    """Stages (runs of neighbouring layers) on each rank. Not set: 1 for 1f1b, 2 for the others."""
+    """Stages (runs of neighbouring layers) on each rank. Not set: 1 for 1f1b, else 2."""
 
 
 class ContextConfig(Section):
     """Context-parallel ranks, which divide the positions of each sequence."""
 
     size: _Ranks
-    """Number of these ranks. 2 * size must divide seq_len; 8 * size if packing is "documents"; size alone if method is
-    "heads"."""
+    """Their number. 2*size must divide seq_len; 8*size if packing is "documents"; size alone if method is "heads"."""
     method: Literal["gather", "heads"] = "gather"
-    """Way of attention. "gather": each rank gets the keys and values of all positions for its own queries. "heads":
-    each rank exchanges its positions for all positions of some heads; size, times that of [parallelism.tensor], must
-    divide num_kv_heads."""
+    """Each rank gathers keys and values of all positions for its queries, or exchanges its positions for all positions
+    of some heads; then size*tensor.size must divide num_kv_heads."""
 
 
 class ExpertConfig(Section):
-    """Expert-parallel ranks, which divide the experts of model.experts: neighbours among the data-parallel and
-    context-parallel ranks. They take no ranks of their own.
+    """Expert-parallel ranks: neighbours among the data-parallel and context-parallel ranks, which divide the experts
+    and take no ranks of their own.
     """
 
     size: _Ranks
-    """Number of these ranks. Must divide num_experts."""
+    """Their number. Must divide num_experts."""
     method: Literal["exchange", "gather"] = "exchange"
-    """Way of tokens. "exchange": each token goes to the ranks of its experts; the host waits once a layer and
-    micro-batch for the numbers of tokens. "gather": all tokens go to all ranks, without a wait, for BF16; size must be
-    at most model.experts.top_k."""
+    """Each token goes to its experts' ranks, while the host waits for their numbers once a layer and micro-batch; or
+    all tokens go to all ranks, without a wait, in BF16 with size at most model.experts.top_k."""
 
 
 class TensorConfig(Section):
     """Tensor-parallel ranks: neighbours that divide each layer."""
 
     size: _Ranks
-    """Number of these ranks. Must divide heads, ffn_hidden_size and vocab_size."""
+    """Their number. Must divide heads, ffn_hidden_size and vocab_size."""
     sequence_parallel: bool = True
-    """Whether the ranks also divide the positions between layers, instead of holding them all: the same traffic, less
-    memory. size must divide seq_len."""
+    """Whether the ranks also divide the positions between layers: same traffic, less memory. size must divide seq_len.
+    """
 
 
 class ParallelismConfig(Section):
     """Divides the work among the ranks."""
 
     dp_size: PositiveInt | None = None
-    """Data-parallel ranks that share out the masters. Not set: the number of ranks / the product of all other sizes."""
+    """Data-parallel ranks that share out the masters. Not set: all ranks / the product of the other sizes."""
     replicas: PositiveInt = 1
-    """Groups of data-parallel ranks (hybrid sharding). The ranks of a group share out the masters, and each group has a
-    copy of them. Gradients are summed within a group, then across the groups."""
+    """Groups of data-parallel ranks (hybrid sharding), each with all masters, which its ranks share out."""
     context: Annotated[ContextConfig | None, Field(examples=[{"size": 2}])] = None
     """Context parallelism. Not set: each rank has whole sequences."""
     expert: Annotated[ExpertConfig | None, Field(examples=[{"size": 2}])] = None
@@ -196,19 +189,17 @@ class ParallelismConfig(Section):
     pipeline: Annotated[PipelineConfig | None, Field(examples=[{"size": 2}])] = None
     """Pipeline parallelism. Not set: each rank has all layers."""
     shard: Literal["states", "gradients", "parameters"] = "states"
-    """State that the data-parallel ranks share out: masters and optimizer states, the gradients too, the half
-    parameters too (ZeRO 1, 2, 3). All train the same bits, each with less memory than the one before if a step has one
-    micro-batch and the model several buckets. "parameters" gathers block by block, small ones several at a time."""
+    """What data-parallel ranks share out: masters and optimizer states, gradients too, half parameters too (ZeRO 1, 2,
+    3). All train the same bits. "parameters" gathers block by block, small ones several at a time."""
     accumulate: Literal["local", "owner"] = "local"
-    """Place where the micro-batches of a step are added up: each rank its own, which are reduced once; or the owners,
-    in FP32, each micro-batch's sum over the ranks. Then no rank keeps gradients in between; each is sent; sums round
-    otherwise."""
+    """Who adds up a step's micro-batches: each rank its own, to be reduced once, or the owners, in FP32. Then each
+    micro-batch is sent, no rank keeps gradients in between, and sums round otherwise."""
     bucket_size: PositiveInt | None = None
-    """Elements of a bucket, the unit of communication. Not set: chosen from the number of parameters and ranks."""
+    """Elements of a bucket, the unit of communication. Not set: chosen by parameters and ranks."""
     overlap: bool = True
-    """Whether communication runs beside backward and forward; the result is the same either way."""
+    """Whether communication runs beside backward and forward; the bits are the same."""
     timeout_s: PositiveFloat = 600.0
-    """Seconds that a rank may make no progress, computing or waiting for another one, before all ranks end."""
+    """Seconds without progress of a rank, computing or waiting, after which all end."""
 
     @property
     def sequence_parallel_ranks(self) -> int:
@@ -225,37 +216,37 @@ class CopyConfig(Section):
     folder: Annotated[Text, Field(examples=["/mnt/copies/my-run"])]
     """The folder, of one run."""
     keep: NonNegativeInt = 0
-    """Number of newest copies to keep, beside those of keep_every. 0: all."""
+    """Newest copies to keep, beside those of keep_every. 0: all."""
 
 
 class CheckpointConfig(Section):
     """Says when a run saves, and how it continues."""
 
     folder: Annotated[Text, Field(examples=["runs/my-run"])]
-    """Folder of the run: metrics, event file, effective configuration, weights, sample."""
+    """Folder of all that the run writes."""
     save_interval: NonNegativeInt = 500
-    """Steps between checkpoints; a run continues from one as if it had never stopped. 0: only at the end."""
+    """Steps between checkpoints. 0: only at the end."""
     keep: Annotated[PositiveInt, Field(ge=2)] = 2
-    """Number of newest checkpoints to keep; at least 2, because the newest may prove damaged."""
+    """Newest checkpoints to keep; at least 2, as the newest may prove damaged."""
     keep_every: NonNegativeInt = 0
-    """Steps between checkpoints that no later one replaces, each of which is saved, too. 0: none."""
+    """Steps between checkpoints that are saved and stay. 0: none."""
     copies: Annotated[CopyConfig | None, Field(examples=[{"folder": "/mnt/copies/my-run"}])] = None
     """Copies of the checkpoints. Not set: none."""
     copy_command: Annotated[tuple[Text, ...], Field(strict=False, examples=[["my_upload", "{path}", "{name}"]])] = ()
-    """Program and arguments that take a checkpoint elsewhere, such as to an object store: {path} is its folder, {name}
-    its name. Empty: none."""
+    """Program and arguments that take a checkpoint elsewhere, as to an object store: {path} is its folder, {name} its
+    name."""
     async_save: bool = True
-    """Whether training goes on while a checkpoint is written, from a copy in the host's memory."""
+    """Whether training goes on while a checkpoint is written, from a copy on the host."""
     on_save_failure: Literal["continue", "stop"] = "continue"
-    """Consequence of a failed save: a line in the log, or the end of the run. The last save of a run must succeed
-    either way."""
+    """After a failed save: a line in the log, or the end of the run, as after its last save either way."""
     resume: Text = "auto"
-    """auto continues from the newest whole checkpoint in folder, if there is one. never refuses a folder that holds a
-    run. The path of a checkpoint begins a new run from there."""
+    """auto continues from the newest whole checkpoint in folder; never refuses a folder that holds a run; the path of a
+    checkpoint begins a new run from there."""
     max_restarts: NonNegativeInt = 3
-    """Restarts in a row that may fail without progress; the next one gives up."""
+    """Restarts in a row without progress; the next one gives up."""
     replica_check_interval: NonNegativeInt = 100
-    """Steps between comparisons of all ranks' half parameters with the masters; a difference ends the run. 0: never."""
+    """Steps between comparisons of half parameters with the masters on all ranks; a difference ends the run. 0: never.
+    """
 
 
 class MetricsConfig(Section):
@@ -264,11 +255,11 @@ class MetricsConfig(Section):
     log_interval: PositiveInt = 10
     """Steps between console lines."""
     sample_prompt: str = ""
-    """The text with which the sample at the end of a run begins."""
+    """Text with which the sample at a run's end begins."""
     tensorboard: bool = True
     """Whether a TensorBoard event file is written."""
     precision_interval: NonNegativeInt = 100
-    """Steps between examined steps, which report each layer's use of FP16's range. 0: none."""
+    """Steps between reports of each layer's use of FP16's range. 0: none."""
 
 
 class WandbConfig(Section):
@@ -282,7 +273,7 @@ class PrometheusConfig(Section):
     """A file for the textfile collector of Prometheus' node exporter, replaced with each row."""
 
     file: Annotated[Text, Field(pattern=r"\.prom$", examples=["/var/lib/node_exporter/my-run.prom"])]
-    """Path of the file, of this run alone. The node exporter reads those that end in .prom."""
+    """Its path, of this run alone, which ends in .prom."""
 
 
 class AlertConfig(Section):
@@ -297,7 +288,7 @@ TRACKERS.reserved = MetricsConfig.model_fields
 
 
 class ProfilingConfig(Section):
-    """A torch profiler trace of chosen steps, and when their buckets were sent and waited for."""
+    """A trace of chosen steps by torch's profiler, and when their buckets were sent and waited for."""
 
     start_step: NonNegativeInt = 0
     """First step in the trace."""
@@ -309,8 +300,7 @@ class Tables(Section):
     """All tables of a run."""
 
     plugins: Annotated[tuple[Text, ...], Field(strict=False, examples=[["my_module"]])] = ()
-    """Modules, installed or in the working folder, that register names for the tables below. Every rank imports
-    them."""
+    """Modules, installed or in the working folder, that register names for the tables below."""
     model: Annotated[ModelConfig, FAMILY] = left_out()
     data: DataConfig = left_out()
     optimizer: Annotated[OptimizerConfig, OPTIMIZER] = left_out()

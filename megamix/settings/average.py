@@ -10,4 +10,4 @@ class AverageSettings:
     """Declares the settings of an exponential moving average of the weights."""
 
     decay: Share
-    """Share of the average that stays at each update, in [0, 1); the weights give the rest."""
+    """Share of the average that stays at each update, in [0, 1)."""

@@ -55,6 +55,6 @@ class HeadroomSettings:
     """Declares the settings of the headroom rule."""
 
     init_scale: PowerOfTwo = 1.0
-    """The scale of the probe that finds the first one."""
+    """Scale of the probe that finds the first one."""
     margin: Annotated[float, Limits(ge=2, power_of_two=True)] = 4.0
     """Factor between the largest gradient of the last 1000 steps and overflow."""

@@ -14,17 +14,17 @@ class GroupSettings:
     """Declares the settings of a group of parameters."""
 
     pattern: str
-    """Shell-style pattern (fnmatch) on the parameter's full name; the first group that matches wins."""
+    """Shell-style pattern (fnmatch) on the parameter's full name; the first match wins."""
     lr_factor: NotNegative = 1.0
     """Multiplies the scheduled learning rate."""
     weight_decay: NotNegativeByUpdate | None = None
-    """Weight decay of the group. Not set: the optimizer's, and 0 for one-dimensional parameters."""
+    """Weight decay. Not set: the optimizer's, and 0 for one-dimensional parameters."""
     betas: Betas | None = None
-    """Decay rates of the group's moments, for optimizers that have them. Not set: the optimizer's."""
+    """Decay rates of the moments, if the optimizer has them. Not set: the optimizer's."""
     eps: Eps | None = None
-    """The group's eps, for optimizers that have it. Not set: the optimizer's."""
+    """Its eps, if the optimizer has it. Not set: the optimizer's."""
     momentum: ShareByUpdate | None = None
-    """Momentum of the group, for optimizers that have it. Not set: the optimizer's."""
+    """Momentum, if the optimizer has it. Not set: the optimizer's."""
 
 
 # Settings of a group that only some optimizers have.
@@ -38,8 +38,8 @@ class AdamWSettings:
     betas: Betas = (0.9, 0.95)
     """Decay rates of the first and second moment, each in [0, 1)."""
     eps: Eps = 1e-8
-    """Added to the root of the second moment. At least FP32's smallest normal number, 2**-126: where all gradients were
-    zero, as padding's are, the step would be 0 / 0."""
+    """Added to the root of the second moment. Below FP32's smallest normal number, where all gradients were zero, the
+    step would be 0/0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,10 +51,10 @@ class NAGSettings:
     nesterov: bool = True
     """Whether a step is taken from one update ahead of the momentum."""
     momentum_form: Literal["gradient", "velocity"] = "gradient"
-    """Terms of the momentum. gradient: gradients, as torch's SGD adds up. velocity: steps, as MXNet's. They differ when
-    the learning rate changes."""
+    """What momentum adds up: gradients, as torch's SGD, or steps, as MXNet's. They differ when the learning rate
+    changes."""
     decoupled_weight_decay: bool = False
-    """Whether weight decay shrinks the weights, as in AdamW, instead of entering the gradient."""
+    """Whether weight decay shrinks the weights, as AdamW's, instead of entering the gradient."""
 
 
 Triple = Annotated[tuple[Finite, Finite, Finite], Limits()]
@@ -73,22 +73,21 @@ class MuonSettings(AdamWSettings):
     ns_coefficients: Triple = (3.4445, -4.7750, 2.0315)
     """Coefficients of its polynomial a x + b x^3 + c x^5."""  # Jordan's: they take singular values to about [0.7, 1.2]
     ns_table: Annotated[tuple[Triple, ...], Limits()] = ()
-    """Such coefficients for each turn, in place of ns_coefficients; the last for the turns that are left, too."""
+    """Such coefficients for each turn, in place of ns_coefficients; the last one repeats."""
     ns_eps: NotNegative = 0.0
-    """Added to the Frobenius norm by which a matrix is divided before the iteration."""
+    """Added to the Frobenius norm that divides a matrix before the iteration."""
     equal_rows: bool = False
     """Whether the rows of a matrix get one norm before the iteration, as in MuonEq."""
     exact_norm: bool = False
     """Whether a direction gets the Frobenius norm of an orthogonal matrix after the iteration, as in Muon+."""
     row_beta2: Share | None = None
-    """Decay rate of the second moments of a direction's rows, or of its columns if there are more, by which it is
-    divided, as in NorMuon. Not set: no moments."""
+    """Decay rate of the second moments of a direction's rows, or columns if there are more, that divide it, as in
+    NorMuon. Not set: none."""
     adjust_lr: Literal["match_rms_adamw", "original", "spectral_norm"] = "match_rms_adamw"
-    """Factor of a matrix's direction, so that one lr fits every width. match_rms_adamw: 0.2 times the root of the
-    longer side, for which AdamW's lr fits. original: the root of rows / columns, at least 1. spectral_norm: the root of
-    rows / columns."""
+    """Factor of a direction, so that one lr fits every width: 0.2 times the root of the longer side, for which AdamW's
+    lr fits; the root of rows/columns, at least 1; or that root alone."""
     # The names are torch.optim.Muon's and Dion's, the rules Liu's, Jordan's, and Bernstein and Newhouse's.
     cautious_weight_decay: bool = False
-    """Whether a matrix decays only in the elements that its step brings nearer to zero."""
+    """Whether only elements decay that the step brings nearer to zero."""
     adamw_lr_factor: NotNegative = 1.0
-    """Multiplies the learning rate of what AdamW moves."""
+    """Multiplies the learning rate of AdamW's part."""

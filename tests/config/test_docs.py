@@ -4,92 +4,22 @@ metrics that are there.
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 
-from megamix.cli.verbs import main
-from megamix.config import (
-    Config,
-    ContextConfig,
-    DataSource,
-    ExpertConfig,
-    ExpertGroups,
-    ExpertsConfig,
-    FirstLayers,
-    FP8Config,
-    LatentSizes,
-    Llama3Scaling,
-    PipelineConfig,
-    RopeConfig,
-    RopeScaling,
-    TensorConfig,
-    TransformersConfig,
-    WindowConfig,
-    YarnScaling,
-    config_schema,
-    other_trainers,
-)
+from megamix.cli import main
+from megamix.config import Config, config_schema, other_trainers
 from megamix.config.choices import section_at
 from megamix.config.loss_scales import LossScaleConfig
-from megamix.config.model_and_data import SCALING, DataStage
-from megamix.config.optimizers import OptimizerGroup, OptimizerSchedules, SettingSchedule
-from megamix.config.sections import SECTIONS, AlertConfig, AverageConfig, CopyConfig, PrometheusConfig, WandbConfig
-from megamix.config.toml_text import parse_value
+from megamix.config.model_and_data import SCALING
+from megamix.config.sections import SECTIONS
 from megamix.config.unread import READ_WHERE
 from megamix.log.metrics import TAGS
-from megamix.plugins import LOSS_SCALES, OPTIMIZERS
-from tests.config import names
+from megamix.plugins import LOSS_SCALES
+from tests.config import names, reference
+from tests.config.reference import PAGE, TABLES, tables_in
 
-PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 TEXT = PAGE.read_text(encoding="utf-8")
-TABLES = {
-    **{f"[{name}]": section_at(Config, [name], {}) for name in SECTIONS},
-    **{f"[optimizer.{name}]": section for name, section in OPTIMIZERS.sections.items()},
-    "[precision.fp8]": FP8Config,
-    "[precision.loss_scale]": LossScaleConfig,
-    "[metrics.wandb]": WandbConfig,
-    "[metrics.prometheus]": PrometheusConfig,
-    "[metrics.alert]": AlertConfig,
-    "[model.recompute]": FirstLayers,
-    "[model.rope]": RopeConfig,
-    "[model.rope.scaling]": RopeScaling,
-    '[model.rope.scaling] with rule = "llama3"': Llama3Scaling,
-    '[model.rope.scaling] with rule = "yarn"': YarnScaling,
-    "[model.window]": WindowConfig,
-    "[model.latent_attention]": LatentSizes,
-    "[model.experts]": ExpertsConfig,
-    "[model.experts.groups]": ExpertGroups,
-    '[model] with family = "transformers"': TransformersConfig,
-    "[training.average]": AverageConfig,
-    "[parallelism.context]": ContextConfig,
-    "[parallelism.expert]": ExpertConfig,
-    "[parallelism.tensor]": TensorConfig,
-    "[parallelism.pipeline]": PipelineConfig,
-    "[checkpoint.copies]": CopyConfig,
-    "[[data.train]]": DataSource,
-    "[[data.stages]]": DataStage,
-    "[[optimizer.groups]]": OptimizerGroup,
-    "[optimizer.schedules]": OptimizerSchedules,
-    "[optimizer.schedules.momentum]": SettingSchedule,
-}
-
-
-def rows(heading, cell=3):
-    """Key -> default, as the page's table under a heading has them; `cell` 2: the type."""
-    section = re.search(rf"^##+ {re.escape(heading)}$(.*?)(?=^##|\Z)", TEXT, re.MULTILINE | re.DOTALL)
-    assert section, f"no heading {heading}"
-    found = re.findall(r"^\| `(\w+)` \| ([^|]+) \| ([^|]+) \| [^|]+ \|$", section[1], re.MULTILINE)
-    return {key: cells[cell - 2] for key, *cells in found}
-
-
-def says(cell, field):
-    if field.is_required():
-        return cell == "required"
-    if field.default is None:
-        return cell == "not set"
-    value = parse_value(cell.strip("`"))
-    return (tuple(value) if isinstance(value, list) else value) == field.default
 
 
 def is_key(name):
@@ -140,25 +70,19 @@ def test_a_guide_names_keys_and_metrics_that_are_there(page):
     assert {*tags} <= {*TAGS.values()}
 
 
+def test_the_page_has_the_keys_as_the_sections_have_them():
+    assert reference.with_keys(TEXT) == TEXT, "write it with python -m tests.config.reference"
+
+
 @pytest.mark.parametrize("heading", TABLES)
-def test_page_names_every_key_with_its_default(heading):
-    fields = {key: field for key, field in TABLES[heading].model_fields.items() if field.default != {}}  # a table
-    table = rows(heading)
-    assert list(table) == list(fields)
-    assert [key for key, cell in table.items() if not says(cell, fields[key])] == []
-
-
-def test_page_names_every_key_of_every_loss_scale_rule_with_its_default():
-    lines = TEXT[TEXT.index("| key | dynamic |") :].partition("\n\n")[0].splitlines()
-    head, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
-    table = {key.strip("`"): dict(zip(head[1:-1], cells, strict=False)) for key, *cells in rows}
-    for rule, section in LOSS_SCALES.sections.items():
-        fields = {key: field for key, field in section.model_fields.items() if key != "rule"}
-        told = {key: cells[rule] for key, cells in table.items() if cells.get(rule)}
-        assert told.keys() == fields.keys(), rule
-        for key, cell in told.items():
-            power = re.fullmatch(r"2\*\*(\d+)", cell)
-            assert says(str(2 ** int(power[1])) if power else cell, fields[key]), (rule, key)
+def test_the_page_has_a_line_or_a_heading_for_each_key_of_a_table(heading):
+    below = {name: part for name, _, part in (part.partition("\n") for part in TEXT.split("\n### "))}
+    section = TABLES[heading]
+    text = "".join(below[name] for name, other in TABLES.items() if issubclass(section, other))
+    told = {*re.findall(r"^- `(\w+)", text, re.MULTILINE)}
+    kinds = LOSS_SCALES.sections.values() if section is LossScaleConfig else [section]
+    keys = {key for kind in kinds for key in kind.model_fields}
+    assert [key for key in keys - told if f"{heading[:-1]}.{key}]" not in TABLES and key not in SECTIONS] == []
 
 
 def test_example_of_mistakes_on_the_page_is_real(capsys, monkeypatch):
@@ -183,25 +107,15 @@ def test_page_lists_the_keys_that_are_not_always_read_and_what_is_said_of_a_drop
     assert capsys.readouterr().out.startswith(example[2] + "plugins = []\n\n[model]\n")
 
 
-def tables_in(schema):
-    """Every table of a schema, those within others too."""
-    if isinstance(schema, dict) and "properties" in schema:
-        yield schema
-    for inner in schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else []:
-        yield from tables_in(inner)
-
-
-def test_page_names_every_choice_of_a_key():
-    keys = {table["title"]: table["properties"] for table in tables_in(config_schema())}
-    named = {
-        (heading, key, choice): choice in cell
-        for heading, section in TABLES.items()
-        if section is not LossScaleConfig  # whose rules the schema has instead
-        for key, cell in rows(heading, cell=2).items()
-        for choice in keys[section.__name__].get(key, {}).get("enum", ())
+def test_the_page_names_every_choice_of_a_key():
+    choices = {
+        (table["title"], key, choice)
+        for table in tables_in(config_schema())
+        for key, entry in table["properties"].items()
+        for choice in entry.get("enum", ())
     }
-    assert len(named) > 50
-    assert [which for which, there in named.items() if not there] == []
+    assert len(choices) > 50
+    assert [which for which in choices if f'"{which[-1]}"' not in TEXT] == []
 
 
 def test_schema_describes_every_key_and_lets_a_file_leave_keys_to_its_base():
@@ -210,7 +124,7 @@ def test_schema_describes_every_key_and_lets_a_file_leave_keys_to_its_base():
     tables = list(tables_in(schema))
     of_rules = {section.__name__ for section in LOSS_SCALES.sections.values()}
     classes = {section.__name__ for section in TABLES.values()} - {"LossScaleConfig"}
-    assert {table["title"] for table in tables} == classes | of_rules | {"Config"}
+    assert {table["title"] for table in tables} == classes | of_rules
     for table in tables:
         assert table["additionalProperties"] is False
         for key, entry in table["properties"].items():
