@@ -19,7 +19,7 @@ def loss_scale_rule(rule: str, dtype: object) -> str:
 
 
 class LossScaleConfig(Section):
-    """The factor on the loss, so that gradients do not vanish below FP16's range. Scales and factors are powers of two."""
+    """The factor on the loss that keeps gradients in FP16's range. Scales and factors are powers of two."""
 
     rule: Annotated[str, OneOf(LOSS_SCALES, "auto")] = "auto"
     """auto: dynamic for fp16, else off."""

@@ -1,9 +1,14 @@
-"""The fit of the time model's constants to published rows: `python -m tests.tools.plan.fitting` prints it."""
+"""The fit of the time model's constants to published rows: `python -m tests.tools.plan.fitting` prints it, and writes
+docs/planning_rows.csv.
+"""
 
+import csv
+import io
 import math
 import tomllib
 from dataclasses import replace
 from functools import cache, partial
+from pathlib import Path
 
 import numpy as np
 
@@ -12,6 +17,8 @@ from megamix.tools.plan.time_constants import FILE, TimeConstants, fitted_consta
 from megamix.tools.plan.time_model import step_time
 from tests.tools.plan.published import published_rows, settings_of
 
+PAGE = Path(__file__).parents[3] / "docs" / "planning_rows.csv"
+HEAD = "program, model, GPUs, tokens, micro-batch, settings, tokens/s a GPU, predicted, %, fitted"
 ROW_ERROR, UNPUBLISHED_ERROR = 0.035, 0.1
 STACK_SPREAD = 0.06  # of the factors of different programs
 KERNEL_SPREAD = 0.2  # of the attention kernel that only MosaicML's rows ran
@@ -72,7 +79,7 @@ def span(row):
 
 
 def table():
-    """Return the rows of docs/planning.md: settings, published and predicted tokens/s, and the error in percent.
+    """Return the rows of docs/planning_rows.csv: settings, published and predicted tokens/s, and the error in percent.
 
     The last ones are of programs without a factor of their own, predicted by the constants alone.
     """
@@ -80,17 +87,17 @@ def table():
     values = fitted_constants().values
     seconds = [*np.exp(predict(best().logs, known))]
     seconds += [step_time(row.job, row.hardware, values).seconds for row in blind]
-    return [line(row, each) for row, each in zip([*known, *blind], seconds, strict=True)]
+    return [cells(row, each) for row, each in zip([*known, *blind], seconds, strict=True)]
 
 
-def line(row, seconds):
+def cells(row, seconds):
     job = row.job
     tokens = job.step_tokens / job.gpus
     foreseen = f"{tokens / seconds:.0f}"
     if row.unpublished:
         least, most = span(row)
         foreseen += f" ({tokens / most:.0f} to {tokens / least:.0f})"
-    cells = [
+    return [
         row.stack,
         row.model,
         str(job.gpus),
@@ -102,10 +109,16 @@ def line(row, seconds):
         f"{100 * (row.seconds / seconds - 1):+.1f}",
         "fitted" if row.fitted else "",
     ]
-    return "| " + " | ".join(cells) + " |"
+
+
+def table_text():
+    """Return the table as CSV."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows([HEAD.split(", "), *table()])
+    return text.getvalue()
 
 
 if __name__ == "__main__":
-    print("\n".join(table()))
+    PAGE.write_text(table_text(), encoding="utf-8")
     for name, log, error in zip(NAMES, best().logs, np.sqrt(np.diag(best().covariance)), strict=True):
         print(f"{name}: value {np.exp(log):.4g}, error {error:.3f}")

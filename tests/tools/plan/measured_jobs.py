@@ -130,7 +130,7 @@ def main(arguments):
     for name in names:
         measured.setdefault(name, []).append(measure(name) if name in JOBS else _doctor())
         path.write_text(json.dumps(measured, indent=1))
-    if not JOBS.keys() - measured.keys():  # the tables of docs/planning.md
+    if not JOBS.keys() - measured.keys():
         print("| job | predicted | measured | % |")
         for name, (foreseen, taken) in compared(measured).items():
             print(f"| {name} | {foreseen:.2f} s | {taken:.2f} s | {100 * (foreseen / taken - 1):+.0f} |")
