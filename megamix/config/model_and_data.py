@@ -83,7 +83,7 @@ class YarnScaling(RopeScaling):
     beta_fast: PositiveFloat = 32.0
     """Wavelengths that turn more often in original_seq_len stay."""
     beta_slow: PositiveFloat = 1.0
-    """Those that turn less often get the whole factor."""
+    """Wavelengths that turn less often get the whole factor."""
     attention_factor: PositiveFloat | None = None
     """Factor of rotated queries and keys. Not set: 1 + ln(factor)/10."""
     original_seq_len: PositiveInt = 8192
@@ -183,7 +183,7 @@ class FirstLayers(Section):
     """The first layers, whose blocks backward computes again."""
 
     full: Annotated[PositiveInt | PositiveFloat, BeforeValidator(_number_or_share), Field(examples=[12])]
-    """Their number, or their share of all."""
+    """Number of layers, or share of all."""
 
 
 # pydantic puts the tag of a union's part into the place of an error, which leaves it out: nobody has written it.
@@ -257,9 +257,9 @@ class ModelConfig(DecoderConfig):
     bias: bool = False
     """Whether linear layers and layernorm have a bias."""
     qkv_bias: bool | None = None
-    """Whether the projections to query, key and value have one. Not set: as bias."""
+    """Whether the projections to query, key and value have a bias. Not set: as bias."""
     mlp_bias: bool | None = None
-    """Whether the feed-forward part has one. Not set: as bias."""
+    """Whether the feed-forward part has a bias. Not set: as bias."""
     qk_norm: Literal["none", "head", "all"] = "none"
     """RMSNorm of queries and keys before rotation, over each head or all heads together."""
     norm_place: Literal["before", "after", "both"] = "before"
@@ -416,7 +416,7 @@ class DataStage(Section):
     """Another mixture from a given sample on."""
 
     from_sample: Annotated[PositiveInt, Field(examples=[100000])]
-    """Its first sample: the sequences that the run reads before."""
+    """First sample: the sequences that the run reads before."""
     train: Sources
     """Sources, as in data.train."""
 

@@ -71,9 +71,9 @@ class PrecisionConfig(Section):
     max_overflows_in_a_row: PositiveInt = 50
     """Overflows in a row after which the run gives up; the search down from max_scale needs 33."""
     max_overflows_at_floor: PositiveInt = 20
-    """The same in a row at min_scale or a scale that never falls."""
+    """Overflows in a row at min_scale, or at a scale that never falls, after which the run gives up."""
     max_overflows_per_window: PositiveInt = 250
-    """The same within 1000 attempts."""
+    """Overflows within 1000 attempts after which the run gives up."""
 
 
 _BatchFrom = Annotated[tuple[NonNegativeInt, PositiveInt], Field(strict=False)]
@@ -133,7 +133,7 @@ class PipelineConfig(Section):
     """Pipeline-parallel ranks, each with some layers."""
 
     size: _Ranks
-    """Their number."""
+    """Number of ranks."""
     schedule: Literal["1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble"] = "1f1b"
     """Order of a step's forwards and backwards. Zero-bubble schedules compute gradients of weights separately, while a
     rank would wait."""
@@ -145,7 +145,7 @@ class ContextConfig(Section):
     """Context-parallel ranks, which divide the positions of each sequence."""
 
     size: _Ranks
-    """Their number. 2*size must divide seq_len; 8*size if packing is "documents"; size alone if method is "heads"."""
+    """Number of ranks. 2*size must divide seq_len; 8*size if packing is "documents"; size if method is "heads"."""
     method: Literal["gather", "heads"] = "gather"
     """Each rank gathers keys and values of all positions for its queries, or exchanges its positions for all positions
     of some heads; then size*tensor.size must divide num_kv_heads."""
@@ -157,7 +157,7 @@ class ExpertConfig(Section):
     """
 
     size: _Ranks
-    """Their number. Must divide num_experts."""
+    """Number of ranks. Must divide num_experts."""
     method: Literal["exchange", "gather"] = "exchange"
     """Each token goes to its experts' ranks, while the host waits for their numbers once a layer and micro-batch; or
     all tokens go to all ranks, without a wait, in BF16 with size at most model.experts.top_k."""
@@ -167,7 +167,7 @@ class TensorConfig(Section):
     """Tensor-parallel ranks: neighbours that divide each layer."""
 
     size: _Ranks
-    """Their number. Must divide heads, ffn_hidden_size and vocab_size."""
+    """Number of ranks. Must divide heads, ffn_hidden_size and vocab_size."""
     sequence_parallel: bool = True
     """Whether the ranks also divide the positions between layers: same traffic, less memory. size must divide seq_len.
     """
@@ -273,7 +273,7 @@ class PrometheusConfig(Section):
     """A file for the textfile collector of Prometheus' node exporter, replaced with each row."""
 
     file: Annotated[Text, Field(pattern=r"\.prom$", examples=["/var/lib/node_exporter/my-run.prom"])]
-    """Its path, of this run alone, which ends in .prom."""
+    """Path, of this run alone, that ends in .prom."""
 
 
 class AlertConfig(Section):

@@ -22,7 +22,7 @@ class GroupSettings:
     betas: Betas | None = None
     """Decay rates of the moments, if the optimizer has them. Not set: the optimizer's."""
     eps: Eps | None = None
-    """Its eps, if the optimizer has it. Not set: the optimizer's."""
+    """The eps, if the optimizer has it. Not set: the optimizer's."""
     momentum: ShareByUpdate | None = None
     """Momentum, if the optimizer has it. Not set: the optimizer's."""
 
