@@ -1,4 +1,4 @@
-"""The bytes that a block keeps from forward to backward, by arithmetic: docs/models.md has them as a table."""
+"""The bytes that a block keeps from forward to backward, by arithmetic: docs/memory.md has them as a table."""
 
 from megamix.model import sizes
 
