@@ -2,6 +2,7 @@
 missing; a timetable, a block's way and its matrices are complete.
 """
 
+import inspect
 import re
 from collections import Counter
 from pathlib import Path
@@ -10,6 +11,7 @@ import parallelism_pictures as pictures
 import pytest
 import run_pictures
 import step_picture
+from examples import step
 
 from megamix.base.console import COLUMNS
 from megamix.parallel.pipeline_parallel import SCHEDULES
@@ -38,11 +40,19 @@ def test_the_pictures_are_those_that_the_scripts_draw(tmp_path):
 
 
 def test_the_drawing_of_a_step_has_the_engine_s_stages_in_its_order_and_dtypes():
-    step = step_picture.observed_step()
-    assert step.order == [*step_picture.STAGES]
-    assert step[1:] == ("FP16", "FP16", "FP32", "FP32")
+    observed = step_picture.observed_step()
+    assert observed.order == [*step_picture.STAGES]
+    assert observed[1:] == ("FP16", "FP16", "FP32", "FP32")
     owners = [bucket.num_shards for bucket in step_picture.layout().buckets]
     assert owners == [step_picture.RANKS] * len(owners)
+
+
+def test_the_drawing_and_the_readme_point_into_the_plain_step_line_by_line():
+    plain = [*(stage.plain for stage in step_picture.STAGES.values()), step.update_loss_scale]
+    told = re.findall(r"\]\(docs/examples/step\.py#L(\d+)\)", (ROOT / "README.md").read_text(encoding="utf-8"))
+    assert [int(line) for line in told] == [function.__code__.co_firstlineno for function in plain]
+    phases = re.findall(r"(\w+)\(", inspect.getsource(step.train_step).partition('"""')[2].partition('"""')[2])
+    assert phases == [function.__name__ for function in plain]
 
 
 @pytest.mark.parametrize("name", run_pictures.PAGES)

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from megamix.cli import main
+from megamix.cli.verbs import main
 from megamix.config import Config, config_schema, other_trainers
 from megamix.config.choices import section_at
 from megamix.config.loss_scales import LossScaleConfig

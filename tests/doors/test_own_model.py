@@ -4,7 +4,7 @@ import re
 import sys
 from pathlib import Path
 
-from megamix.cli import main
+from megamix.cli.verbs import main
 from megamix.plugins import FAMILIES
 
 PAGE = (Path(__file__).parents[2] / "docs/own_model.md").read_text(encoding="utf-8")
