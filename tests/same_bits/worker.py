@@ -23,7 +23,7 @@ from megamix.tools.ranks import RankPool
 try:
     from megamix.train.engine import build_training
 except ImportError:  # a tree of before it was there
-    from megamix.train.build import build_training
+    from megamix.builders.objects import build_training
 
 EVENTS = ("probe", "save", "inf", "discard", "nan", "restore", "load")  # one in each attempt
 DEADLINE_S = 180.0
