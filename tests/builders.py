@@ -22,9 +22,9 @@ from megamix.data.tokenizer import Tokenizer
 from megamix.launch.journal import Journal, Reached
 from megamix.launch.ledger import Ledger, boot_s
 from megamix.train import ranks, results
-from megamix.train.build import build_optimizer, lr_table
 from megamix.train.corpus import JobCorpus
 from megamix.train.main import run_job
+from megamix.train.objects import build_optimizer, lr_table
 
 MODEL_VOCAB, WIDTH, LENGTH = 29, 24, 6  # of the tiny model and its batches
 FP32, BF16 = Precision(torch.float32), Precision(torch.bfloat16)

@@ -15,7 +15,7 @@ from pathlib import Path
 import megamix
 from megamix.cli.verbs import VERBS, _parser
 from megamix.config import config_schema
-from megamix.launch.status import EXIT_STATUS
+from megamix.launch.exit_status import EXIT_STATUS
 from tests.builders import run_on_ranks, tiny_job, write_data
 
 

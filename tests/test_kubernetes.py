@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from megamix.launch.exit_status import EXIT_STATUS, NO_MEMORY, WRONG_INPUT
 from megamix.launch.run_lock import run_lock
-from megamix.launch.status import EXIT_STATUS, NO_MEMORY, WRONG_INPUT
 from megamix.tools.ranks import DEADLINE_S
 from tests.builders import tiny_job
 from tests.conftest import FULL

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megamix.base.machine import half_units
-from megamix.launch.status import EXIT_STATUS
+from megamix.launch.exit_status import EXIT_STATUS
 from tests.sandbox import ROOT, Sandbox
 
 

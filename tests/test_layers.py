@@ -34,7 +34,7 @@ TOOLS = ["plan ranks verify.core", "verify.layouts verify.foreign verify.runs be
 LAYER |= {
     f"tools.{tool}": LAYER["tools"] + (1 + line) / 10 for line, tools in enumerate(TOOLS) for tool in tools.split()
 }
-LAYER["tools.verify"] = LAYER["tools"]  # an empty `__init__.py`, as that of `tools`
+LAYER["tools.verify"] = LAYER["tools"]  # its `__init__.py`, as that of `tools`, only tells
 
 
 @cache

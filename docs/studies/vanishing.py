@@ -22,7 +22,7 @@ from megamix.data.source import TokenFileSource, TokenSpan
 from megamix.data.token_file import TokenFile
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.model.transformer import Transformer
-from megamix.train.build import build_optimizer, build_precision
+from megamix.train.objects import build_optimizer, build_precision
 
 BIAS = 127  # of FP32's exponent
 SMALLEST_NORMAL, SMALLEST, TOO_LARGE = -14, -24, 16  # FP16's range, as powers of two

@@ -5,11 +5,23 @@ from pathlib import Path
 from typing import Any
 
 PACKAGE = Path(__file__).parents[1]
-# What has another name now: rooms, and a few modules. All others are found by theirs.
-_RENAMED = {"beside": "base", "builders": "train", "hub": "hf", "inspect": "log", "report": "log", "run": "train"}
-_RENAMED |= {"supervise": "launch", "builders.data": "corpus", "builders.objects": "build", "arguments": "parser"}
-_RENAMED |= {"hub.hugging_face": "folder", "mixed_precision.optimizers": "optimizer", "comm.starters": "start_ranks"}
-_RENAMED |= {"tuned": "constants"}
+# Where the modules of a room are now that keep their name; "": those that lay loose.
+_ROOMS = {"": ["base"], "beside": ["base"], "builders": ["train"], "hub": ["hf"], "inspect": ["log"], "run": ["train"]}
+_ROOMS |= {"report": ["log", "log.report"], "supervise": ["launch", "base"]}
+_ROOMS |= {"mixed_precision": ["mixed_precision.optim", "mixed_precision.guards"]}
+_MOVED = """
+    arguments=cli.parser pretrain=cli.pretrain starter=comm.starter comm.starters=comm.start_ranks
+    tuned=base.constants schedules=mixed_precision.optim.schedules hub.hugging_face=hf.folder
+    supervise.launch=launch.torchrun supervise.status=launch.exit_status run.run_folder=launch.run_folder
+    inspect.records=log.recorded inspect.replicas=train.replicas
+    builders.data=train.corpus builders.objects=train.objects
+    mixed_precision.optimizers=mixed_precision.optim.optimizer
+    mixed_precision.group_scalars=mixed_precision.optim.optimizer
+    mixed_precision.links=mixed_precision.census
+    mixed_precision.tallies=mixed_precision.module_state
+    mixed_precision.moving_buffers=mixed_precision.module_state
+"""
+_MODULES = dict(pair.split("=") for pair in _MOVED.split())
 
 
 class MovedModules:
@@ -21,9 +33,12 @@ class MovedModules:
         package, _, module = name.partition(".")
         if package != "megamix":
             return
-        now = _RENAMED.get(module, module.rpartition(".")[2])
-        if found := [*PACKAGE.glob(now)] or sorted(PACKAGE.rglob(f"{now}.py")):
-            names = (".".join((package, *file.relative_to(PACKAGE).with_suffix("").parts)) for file in found)
-            raise ModuleNotFoundError(
-                f"{name} has moved to {' or '.join(names)}; CHANGELOG.md has all moves", name=name
-            )
+        room, _, last = module.rpartition(".")
+        now = _MODULES.get(module)
+        for place in _ROOMS.get(room, []) if now is None else []:
+            if (PACKAGE / f"{place.replace('.', '/')}/{last}.py").is_file():
+                now = f"{place}.{last}"
+        if now is None and module != "mixed_precision" and module in _ROOMS:
+            now = _ROOMS[module][0]
+        if now:
+            raise ModuleNotFoundError(f"{name} has moved to megamix.{now}; CHANGELOG.md has all moves", name=name)

@@ -84,7 +84,7 @@ def run_generate(arguments: argparse.Namespace) -> Iterator[str]:
     from megamix.comm.topology import local_device
     from megamix.data.tokenizer import open_tokenizer
     from megamix.hf.tokenizer_files import end_ids, special_ids
-    from megamix.train.build import DTYPES
+    from megamix.train.objects import DTYPES
     from megamix.train.results import Sampling, sample_text
 
     sampling = Sampling(arguments.max_new_tokens, arguments.seed, arguments.temperature, arguments.top_p)
@@ -123,7 +123,7 @@ def run_evaluate(arguments: argparse.Namespace) -> Iterator[str]:
     source = _open(arguments)
     from megamix.comm.topology import local_device
     from megamix.hf.evaluate import evaluate
-    from megamix.train.build import DTYPES
+    from megamix.train.objects import DTYPES
 
     dtype = arguments.dtype or source.dtype
     if arguments.harness is not None:
@@ -185,7 +185,7 @@ def _harness(arguments: argparse.Namespace, source: Source, dtype: str) -> Itera
     from megamix.data import import_extra
     from megamix.hf.convert import export_model
     from megamix.hf.evaluate import run_harness
-    from megamix.train.build import DTYPES
+    from megamix.train.objects import DTYPES
 
     import_extra("lm_eval", "harness", what="--harness: ")  # fail before an export of many gigabytes
     torch_name = str(DTYPES[dtype]).removeprefix("torch.")

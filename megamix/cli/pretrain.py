@@ -25,8 +25,8 @@ from megamix.base.machine import many_imports
 from megamix.base.processes import children_of
 from megamix.cli import train, verbs
 from megamix.config import ConfigError
+from megamix.launch.exit_status import EXIT_STATUS
 from megamix.launch.run_folder import what_is_kept
-from megamix.launch.status import EXIT_STATUS
 from megamix.launch.torchrun import start_ranks
 
 _SETTINGS = ("NPROC_PER_NODE", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")

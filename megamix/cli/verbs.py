@@ -10,7 +10,7 @@ from megamix.base.console import drop_unwritten, open_streams, say, say_on_first
 from megamix.base.signals import INTERRUPTED, CtrlC
 from megamix.cli.parser import Parser
 from megamix.config import ConfigError, override_meant
-from megamix.launch.status import EndedEarlyError
+from megamix.launch.exit_status import EndedEarlyError
 from megamix.plugins import PluginError, import_plugins
 
 _NOTHING = "nothing was written; the same command starts anew"

@@ -40,7 +40,7 @@ from megamix.hf.source import Source, WatchedWeights, Weights
 from megamix.hf.tokenizer_files import copy_generation, copy_tokenizer, tokenizer_in
 from megamix.model.family import family_of
 from megamix.model.transformers_model import TransformersModel
-from megamix.train.build import DTYPES
+from megamix.train.objects import DTYPES
 
 T = TypeVar("T")
 

@@ -1,15 +1,15 @@
 """The processes of a run and its folder: who starts, holds, watches and ends them. It imports `checkpoint` and below,
 and no engine. Begin with `torchrun`.
 
-status      the request to leave, the states at a run's end and their exit statuses
-torchrun    torchrun's launcher, but with the exit status of the ranks
-rendezvous  the store in which the ranks of one machine meet, out of reach of other machines
-liveness    messages of the ranks beside their collectives
-watchdog    the end of a rank when another one is dead or hung
-hang        what the ranks' last collectives say after such an end
-run_lock    one job at a time in a run's folder
-ledger      seconds of a start by what they went into
-journal     events of a run's starts, and the sign of life of the start that runs
-run_status  how a run stands by its journal, and its restarts without progress
-run_folder  names in a run's folder, its owner, its checkpoints in words
+exit_status  the states at a run's end, their exit statuses, and the errors that end one early
+torchrun     torchrun's launcher, but with the exit status of the ranks
+rendezvous   the store in which the ranks of one machine meet, out of reach of other machines
+liveness     messages of the ranks beside their collectives
+watchdog     the end of a rank when another one is dead or hung
+hang         what the ranks' last collectives say after such an end
+run_lock     one job at a time in a run's folder
+ledger       seconds of a start by what they went into
+journal      events of a run's starts, and the sign of life of the start that runs
+run_status   how a run stands by its journal, and its restarts without progress
+run_folder   names in a run's folder, its owner, its checkpoints in words
 """

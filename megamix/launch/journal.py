@@ -22,8 +22,8 @@ from megamix.base.console import say
 from megamix.base.durable import write_text
 from megamix.base.log_file import LogFile, parsed
 from megamix.base.processes import repeated
+from megamix.launch.exit_status import EndedEarlyError
 from megamix.launch.ledger import COMPILE, SAVING, START, TRAINED, VALIDATION, Ledger, boot_s
-from megamix.launch.status import EndedEarlyError
 
 Row = dict[str, Any]
 JOURNAL = "journal.jsonl"

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from torch.distributed import Store  # type: ignore[attr-defined]  # not in its __all__
 
 from megamix.base.processes import process, process_start
-from megamix.launch.status import NoAnswerError
+from megamix.launch.exit_status import NoAnswerError
 
 _SHOWN_RUNS = 8  # most runs of consecutive ranks that a message lists
 

@@ -19,7 +19,7 @@ from functools import partial
 from megamix.base.console import say
 from megamix.base.machine import set_torch_environment
 from megamix.config import ConfigError
-from megamix.launch.status import NoAnswerError
+from megamix.launch.exit_status import NoAnswerError
 
 
 # These functions are defined above the imports of torch. At their end torch loads the entry point, which names a

@@ -22,7 +22,7 @@ from typing import Any
 from megamix.base.durable import lock_file, still_names
 from megamix.base.processes import process, process_start, repeated
 from megamix.config import ConfigError
-from megamix.launch.status import EXIT_STATUS
+from megamix.launch.exit_status import EXIT_STATUS
 
 LOCK = "run.lock"
 STALE_S = 60.0  # seconds without a touch after which another host's lock is stale

@@ -9,8 +9,8 @@ from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
+from megamix.launch.exit_status import StuckError
 from megamix.launch.journal import Journal, Row, read_rows
-from megamix.launch.status import StuckError
 
 
 class RunStatus(NamedTuple):

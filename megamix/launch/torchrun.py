@@ -18,7 +18,7 @@ from megamix.base.machine import has_gpu, kernel_kills, memory_for_each
 from megamix.base.processes import children_of
 from megamix.base.signals import NOTED, PREEMPTED, LeaveRequest, signals_passed_on
 from megamix.config import ConfigError
-from megamix.launch.status import NO_MEMORY, NoAnswerError
+from megamix.launch.exit_status import NO_MEMORY, NoAnswerError
 
 # Lines of torchrun that say nothing new: a rank has printed the reason for its exit status, or this launcher names the
 # signal that killed it.

@@ -31,9 +31,7 @@ from megamix.base.signals import PARENT_DIED, LeaveRequest
 from megamix.comm.host import tell_collectives
 from megamix.config import ConfigError
 from megamix.data.steady_file import DataError
-from megamix.launch.journal import Journal
-from megamix.launch.liveness import EndReason, Position, RollCall, Sign, names
-from megamix.launch.status import (
+from megamix.launch.exit_status import (
     NO_MEMORY,
     WRONG_INPUT,
     EndedEarlyError,
@@ -41,6 +39,8 @@ from megamix.launch.status import (
     PeerLostError,
     WrongDataError,
 )
+from megamix.launch.journal import Journal
+from megamix.launch.liveness import EndReason, Position, RollCall, Sign, names
 
 _WAITING_PLACES = ("/torch/distributed/", "/torch/cuda/", "/megamix/comm/")
 _SHOWN = 8  # most ranks whose last places an end reason lists

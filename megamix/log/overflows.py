@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from megamix.base.console import format_scale
 from megamix.config import PrecisionConfig
-from megamix.launch.status import EXIT_STATUS, EndedEarlyError, State
+from megamix.launch.exit_status import EXIT_STATUS, EndedEarlyError, State
 from megamix.log.culprits import Origins, ParamPeak, broken_masters, gather_origins, gather_peaks, headroom
 from megamix.log.outcome import Outcome
 from megamix.mixed_precision.engine import ShardedEngine

@@ -30,7 +30,7 @@ fused_update   one write: unscale, clip, the optimizer's equation, cast to half
 unit_hooks     hooks where a module's forward begins and ends, and where a unit's backward begins
 param_gather   all-gather of half parameters while the next forward runs
 unit_gather    in place of param_gather: a unit's half parameters, for its forward and again for its backward
-module_state  running statistics and counts, which a skipped step leaves as they were
+module_state   running statistics and counts, which a skipped step leaves as they were
 examination    on demand: a close look at the same step
 engine         the conductor
 average        an average of the weights, which an evaluation reads in their place

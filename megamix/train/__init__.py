@@ -3,7 +3,7 @@ It imports every room but `hf`, `tools` and `cli`. Begin with `main`.
 
 Before a run, and at its start:
 compiler      torch's compiler, loaded before the ranks meet
-build         objects from their sections: optimizer, loss scale, number formats, loader
+objects       objects from their sections: optimizer, loss scale, number formats, loader
 corpus        the corpus: sources of samples, and what is wrong with their files
 own_code      versions and hashes of the code that a process runs
 batch_plan    which batch is tried next, and which are left out

@@ -181,7 +181,7 @@ def _optimizer_doubts(config: Config) -> Iterator[str]:
     own = getattr(section, section.name)
     if section.groups or any(getattr(own, key, ()) for key in ("matrix", "adamw")):
         from megamix.model.family import family_of
-        from megamix.train.build import build_optimizer
+        from megamix.train.objects import build_optimizer
 
         family = family_of(config.model)
         optimizer = build_optimizer(section, config.model, config.lr_schedule, config.pace)

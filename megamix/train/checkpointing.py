@@ -13,7 +13,7 @@ from megamix.checkpoint.folder import CHECKPOINTS, Files, applied_updates, check
 from megamix.checkpoint.save import Saver, save
 from megamix.checkpoint.snapshot import take_snapshot
 from megamix.config.sections import CheckpointConfig
-from megamix.launch.status import SaveFailedError
+from megamix.launch.exit_status import SaveFailedError
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.train.copies import Copier, takes_of
 from megamix.train.replicas import check_replicas

@@ -10,7 +10,7 @@ from megamix.mixed_precision.settings import Sharding
 from megamix.mixed_precision.weights import Fill
 from megamix.parallel.build import ModelPart
 from megamix.parallel.micro_batch_runner import MicroBatchRunner
-from megamix.train.build import build_optimizer, build_precision
+from megamix.train.objects import build_optimizer, build_precision
 
 
 class JobEngine(ShardedEngine):

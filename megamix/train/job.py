@@ -24,10 +24,10 @@ from megamix.parallel.build import ModelPart, undrawn
 from megamix.parallel.micro_batch_runner import MicroBatchRunner
 from megamix.train.batch_plan import BatchPlan
 from megamix.train.batches import RankBatches, Validation
-from megamix.train.build import DTYPES, build_loader
 from megamix.train.checkpointing import RunCheckpoints
 from megamix.train.corpus import JobCorpus
 from megamix.train.engine import JobEngine
+from megamix.train.objects import DTYPES, build_loader
 from megamix.train.results import Sample
 from megamix.train.resume import Resume
 from megamix.train.run import Run

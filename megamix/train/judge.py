@@ -55,7 +55,7 @@ class Judge:
 
     def lines_of_start(self, path: Path, manifest: Manifest) -> list[str]:
         """Return `lines`, and one if the next update's learning rate has changed."""
-        from megamix.train.build import lr_rule
+        from megamix.train.objects import lr_rule
         from megamix.train.run_record import saved_tables
 
         lines, config, applied = self.lines(path, manifest), self._config, manifest.applied_updates
@@ -101,7 +101,7 @@ class Judge:
         return manifest.run.code != self._record.code or bool(self._config.plugins)
 
     def _check_states(self, path: Path, manifest: Manifest) -> None:
-        from megamix.train.build import build_optimizer
+        from megamix.train.objects import build_optimizer
         from megamix.train.run_record import check_states
 
         config = self._config

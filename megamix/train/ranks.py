@@ -15,8 +15,7 @@ from megamix.checkpoint.all_or_none import AllOrNone
 from megamix.comm.collectives import make_collectives
 from megamix.comm.topology import NotMetError, Topology, leave_ranks, local_device, meet_ranks
 from megamix.config import ConfigError, ParallelismConfig, axis_sizes, ranks_along
-from megamix.launch.run_lock import HeldError
-from megamix.launch.status import (
+from megamix.launch.exit_status import (
     EndedEarlyError,
     NoAnswerError,
     NoMemoryError,
@@ -24,6 +23,7 @@ from megamix.launch.status import (
     StuckError,
     WrongDataError,
 )
+from megamix.launch.run_lock import HeldError
 from megamix.train.corpus import JobCorpus
 from megamix.train.ranks_agree import KnownData, known_data
 

@@ -21,9 +21,9 @@ from megamix.comm.topology import Topology, side_store
 from megamix.config import ConfigError
 from megamix.config.diff import diff, may, without_paths
 from megamix.config.toml_text import value_text
+from megamix.launch.exit_status import NoAnswerError
 from megamix.launch.liveness import Board, names
 from megamix.launch.run_folder import RESUME_WORDS
-from megamix.launch.status import NoAnswerError
 from megamix.train.corpus import JobCorpus
 from megamix.train.own_code import DIGITS
 
@@ -33,7 +33,7 @@ _PROBLEM = "problem"  # a key that stands in place of a rank's settings and says
 
 class KnownData(NamedTuple):
     fingerprints: dict[str, str]  # by the key that names the data
-    identity: str  # identity of this rank's files before their fingerprints were taken; see `check_unchanged`
+    identity: str  # of this rank's files before their fingerprints were taken; see `JobCorpus.require_unchanged`
 
 
 def known_data(started: Mapping[str, str], corpus: JobCorpus, timeout_s: float) -> KnownData:

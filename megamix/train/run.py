@@ -18,13 +18,13 @@ from megamix.comm.topology import side_store
 from megamix.config import ConfigError
 from megamix.config.sections import CheckpointConfig
 from megamix.launch import run_folder
+from megamix.launch.exit_status import EndedEarlyError, NoMemoryError
 from megamix.launch.journal import Journal, Reached
 from megamix.launch.ledger import COMPILE, START, Ledger, age_s, boot_s
 from megamix.launch.liveness import Position, RollCall
 from megamix.launch.run_folder import checkpoint_words
 from megamix.launch.run_lock import run_lock
 from megamix.launch.run_status import refuse_if_stuck
-from megamix.launch.status import EndedEarlyError, NoMemoryError
 from megamix.launch.watchdog import Watchdog, early_end
 from megamix.log.alerts import send
 from megamix.log.live_tensors import tell_live_tensors

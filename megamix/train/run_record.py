@@ -26,7 +26,7 @@ from megamix.mixed_precision.optim.optimizer import Optimizer
 from megamix.model.family import family_of, section_of
 from megamix.plugins import OPTIMIZERS, PluginError, Section, require_plugins
 from megamix.train.batch_plan import PlanState
-from megamix.train.build import build_loss_scale
+from megamix.train.objects import build_loss_scale
 
 _Section = TypeVar("_Section", bound=Section)
 

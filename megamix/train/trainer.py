@@ -13,10 +13,10 @@ import torch
 from megamix.base.console import folded, format_scale
 from megamix.base.signals import LeaveRequest
 from megamix.data.sampler import Samples, mix64, num_samples
+from megamix.launch.exit_status import EndedEarlyError, PreemptedError, SaveFailedError, leaves
 from megamix.launch.journal import Reached
 from megamix.launch.ledger import COMPILE, SAVING, TRAINED, VALIDATION
 from megamix.launch.liveness import Position
-from megamix.launch.status import EndedEarlyError, PreemptedError, SaveFailedError, leaves
 from megamix.log.metrics import DETAILED_EVERY, format_lines, load_tags, set_tag
 from megamix.log.outcome import Outcome, Readout
 from megamix.log.overflows import GaveUpError

@@ -11,8 +11,8 @@ from megamix.mixed_precision.optim import schedules
 from megamix.model.layers import Embedding
 from megamix.model.transformer import Transformer
 from megamix.plugins import LOSS_SCALES
-from megamix.train.build import build_loss_scale, build_precision
 from megamix.train.engine import build_training
+from megamix.train.objects import build_loss_scale, build_precision
 from tests.builders import lrs_of, optimizer_of, tiny_job
 
 
@@ -109,7 +109,7 @@ class _Salted(Transformer):
 
 def test_a_family_s_tables_are_known_by_their_type(tmp_path, monkeypatch):
     """The optimizer itself knows them, without an engine: `plan`, `verify` and the check of a checkpoint ask it."""
-    monkeypatch.setattr("megamix.train.build.family_of", lambda model: _Salted)
+    monkeypatch.setattr("megamix.train.objects.family_of", lambda model: _Salted)
     config = tiny_job(tmp_path, optimizer={"name": "muon"})
     optimizer = optimizer_of(config)
     names = [name for name, shape in _Salted.shapes(config.model).items() if optimizer.matrices(name, shape)]

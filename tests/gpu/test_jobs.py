@@ -24,7 +24,7 @@ from tests.train.outcome import differences, end_of
 from tests.train.recorded import Record, attempts_recorded
 
 FIRST, STEADY = 4, 10
-READOUT = "synchronize of an event at megamix/base/values.py"
+READOUT = "synchronize of an event at megamix/mixed_precision/step.py"
 
 
 def _synchronize():

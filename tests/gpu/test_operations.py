@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megamix import AdamW, Precision, ShardedEngine, Sharding
 from megamix.config import load_config
-from megamix.mixed_precision import census, fused_update, links, tallies
+from megamix.mixed_precision import census, fused_update, module_state
 from megamix.mixed_precision import engine as engine_module
 from megamix.mixed_precision.guards import unseen_writes
 from megamix.model.transformer import Transformer
@@ -75,8 +75,8 @@ def _an_engine(operations, scale, compiled, num_layers):
         mock.patch.object(engine_module.refusals, "check_arguments"),  # refuses tensors that are not plain
         mock.patch.object(engine_module, "refuse_shared_elements"),  # asks where tensors lie
         mock.patch.object(engine_module.refusals, "require_equal"),  # reads the device
-        mock.patch.object(links, "require_equal"),
-        mock.patch.object(tallies, "require_equal"),
+        mock.patch.object(census, "require_equal"),
+        mock.patch.object(module_state, "require_equal"),
         mock.patch.object(torch, "equal", return_value=True),  # likewise: nothing moves a buffer
         mock.patch.object(census, "gather_json", lambda collectives, value, device: [value]),
         mock.patch.object(Transformer, "reset_parameters", Transformer.tie),

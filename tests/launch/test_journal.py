@@ -14,10 +14,10 @@ import pytest
 
 from megamix.base import log_file
 from megamix.cli.verbs import main
+from megamix.launch.exit_status import EndedEarlyError, PreemptedError, StuckError
 from megamix.launch.journal import BEAT_S, JOURNAL, KILLED, Journal, Reached, read_rows
 from megamix.launch.ledger import COMPILE, SAVING, START, TRAINED, VALIDATION, Ledger, age_s, boot_s
 from megamix.launch.run_status import read_status, refuse_if_stuck
-from megamix.launch.status import EndedEarlyError, PreemptedError, StuckError
 from megamix.log.report.page import PAGE
 from tests.builders import make_journal
 

@@ -27,8 +27,8 @@ from megamix.checkpoint.folder import checkpoints
 from megamix.checkpoint.manifest import read_manifest
 from megamix.comm.topology import Topology
 from megamix.data.loader import BatchLoader
+from megamix.launch.exit_status import PreemptedError
 from megamix.launch.run_status import read_status
-from megamix.launch.status import PreemptedError
 from megamix.train import checkpointing, ranks
 from megamix.train.batch_plan import BatchPlan
 from megamix.train.checkpointing import RunCheckpoints

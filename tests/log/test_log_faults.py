@@ -12,8 +12,8 @@ import pytest
 from megamix.base import log_file
 from megamix.base.log_file import LogFile
 from megamix.config import ConfigError
+from megamix.launch.exit_status import SaveFailedError
 from megamix.launch.run_status import read_status
-from megamix.launch.status import SaveFailedError
 from tests.builders import tiny_job
 from tests.conftest import FULL as MANY
 from tests.train.broken_disk import BROKEN, FULL, NO_INODES, broken_disk

@@ -11,7 +11,7 @@ from megamix import AdamW, Checkpoints, DynamicLossScale, ParamGroup, Precision
 from megamix.config.optimizers import OptimizerConfig
 from megamix.config.sections import LrScheduleConfig
 from megamix.mixed_precision.optim import schedules
-from megamix.train.build import lr_table
+from megamix.train.objects import lr_table
 from tests.builders import FP32, loss_of, make_batch, make_engine, pace_of
 from tests.mixed_precision.test_no_host_read import no_host_read
 

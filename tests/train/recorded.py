@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from unittest import mock
 
-from megamix.launch.status import PreemptedError
+from megamix.launch.exit_status import PreemptedError
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.train.batch_plan import Attempt, BatchPlan, Fate
 from tests.builders import run_on_ranks

@@ -16,8 +16,8 @@ from megamix.checkpoint.folder import checkpoints
 from megamix.data.source import TokenFileSource, TokenSpan
 from megamix.data.steady_file import DataError
 from megamix.data.token_file import TokenFile, bin_path, idx_path, token_file_fingerprint, token_file_writer
+from megamix.launch.exit_status import WrongDataError
 from megamix.launch.run_status import read_status
-from megamix.launch.status import WrongDataError
 from megamix.parallel import build
 from megamix.tools.ranks import DEADLINE_S
 from tests.builders import EXPERTS, run_on_ranks, tiny_job, write_data

@@ -17,10 +17,10 @@ from megamix.base.durable import write_text
 from megamix.checkpoint.folder import applied_updates, checkpoints
 from megamix.cli.verbs import main
 from megamix.config import ConfigError
+from megamix.launch.exit_status import PreemptedError
 from megamix.launch.run_folder import checkpoint_words
 from megamix.launch.run_lock import run_lock
 from megamix.launch.run_status import read_status
-from megamix.launch.status import PreemptedError
 from megamix.train import checkpointing, copies
 from megamix.train.check import check
 from megamix.train.copies import Copier, takes_of

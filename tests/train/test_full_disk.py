@@ -17,8 +17,8 @@ from megamix.base.signals import LeaveRequest
 from megamix.checkpoint.folder import CHECKPOINTS, Files
 from megamix.comm.topology import Topology
 from megamix.hf.source import open_source
+from megamix.launch.exit_status import EndedEarlyError
 from megamix.launch.run_status import read_status
-from megamix.launch.status import EndedEarlyError
 from megamix.train import ranks
 from tests.builders import EXPERTS, tiny_job
 from tests.train.recorded import run_recorded

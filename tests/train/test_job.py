@@ -21,7 +21,7 @@ from megamix.checkpoint.all_or_none import AllOrNone
 from megamix.cli.verbs import main
 from megamix.config import ConfigError, load_config
 from megamix.config.unread import READ_WHERE, drop_unread
-from megamix.launch.status import NoAnswerError, PreemptedError, WrongDataError
+from megamix.launch.exit_status import NoAnswerError, PreemptedError, WrongDataError
 from megamix.log.history import read_history
 from megamix.log.metrics import TAGS, is_overflow
 from megamix.log.report.plot import figures

@@ -7,7 +7,7 @@ import pytest
 
 from megamix.config.optimizers import OptimizerConfig
 from megamix.config.sections import LrScheduleConfig
-from megamix.train.build import lr_table
+from megamix.train.objects import lr_table
 from tests.builders import pace_of
 
 STYLES = ["cosine", "linear", "wsd", "inverse_sqrt", "constant"]

@@ -19,8 +19,8 @@ from megamix.cli.verbs import main
 from megamix.config import ConfigError
 from megamix.data import DISTRIBUTION
 from megamix.data.token_file import bin_path
+from megamix.launch.exit_status import NoAnswerError
 from megamix.launch.liveness import Board, names
-from megamix.launch.status import NoAnswerError
 from megamix.plugins import SOURCES, Section
 from megamix.tools.ranks import DEADLINE_S
 from megamix.train import own_code, ranks, ranks_agree

@@ -21,8 +21,8 @@ from megamix.checkpoint.folder import Files, checkpoints
 from megamix.checkpoint.manifest import read_manifest
 from megamix.cli.verbs import main
 from megamix.config import ConfigError
+from megamix.launch.exit_status import EndedEarlyError
 from megamix.launch.run_status import read_status
-from megamix.launch.status import EndedEarlyError
 from megamix.log.overflows import GaveUpError
 from megamix.mixed_precision.settings import Shard
 from megamix.tools.ranks import RankFailure, RankPool

@@ -16,10 +16,10 @@ from safetensors.torch import load_file
 
 from megamix.cli.verbs import main
 from megamix.hf.source import open_source
-from megamix.launch.status import PreemptedError
+from megamix.launch.exit_status import PreemptedError
 from megamix.train.batches import RankBatches, Validation
-from megamix.train.build import build_loader
 from megamix.train.engine import build_training
+from megamix.train.objects import build_loader
 from megamix.train.trainer import Trainer
 from tests.builders import EXPERTS, SEQ_LEN, corpus_of, run_on_ranks, tiny_job
 from tests.conftest import FULL

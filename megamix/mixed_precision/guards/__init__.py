@@ -1,4 +1,5 @@
-"""What would train wrong in silence, refused. They import the layout, the buckets and `optim`. Begin with `refusals`.
+"""What would train wrong in silence, refused. They import `optim` and what stands above it.
+Begin with `refusals`.
 
 refusals        refused arguments, and the check that all ranks were given the same
 module_guard    the check that the module keeps its parameters, each in its place

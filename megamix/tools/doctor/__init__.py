@@ -1,4 +1,4 @@
-"""Fitness of this machine to train: `megamix doctor`. It imports `bench`, `ranks` and below. Begin with `finding`.
+"""Fitness of this machine to train: `megamix doctor`. It imports `bench`, `verify` and below. Begin with `finding`.
 
 finding      findings, and the way checks run
 host         readings of the host without its cards, and whether they are as expected

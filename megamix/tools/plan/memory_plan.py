@@ -27,8 +27,8 @@ from megamix.tools.plan.activations import Activations, Machine, TracedWork, tra
 from megamix.tools.plan.engine_memory import AVERAGED, FP32, EngineMemory
 from megamix.tools.plan.matrix_memory import MatrixPlan, plan_matrices
 from megamix.tools.plan.pipeline_memory import PipelineRank
-from megamix.train.build import build_optimizer, build_precision
 from megamix.train.least_memory import amount
+from megamix.train.objects import build_optimizer, build_precision
 
 # Batches that the loader has ready, and the one that it reads (data/loader.py).
 LOADED_BATCHES = 5

@@ -98,7 +98,7 @@ def test_what_the_page_shows_runs(capsys):
     section = page.split("\n## audit\n")[1].partition("\n## ")[0]
     commands = re.findall(r"^megamix (.*)$", section, flags=re.MULTILINE)
     assert commands[0] == "audit configs/quickstart.toml"  # this command runs above, at a small size
-    assert all(audit.startswith("audit -- ") for command in commands[1:])  # test_script runs such
+    assert all(command.startswith("audit -- ") for command in commands[1:])  # test_script runs such
     (block,) = re.findall(r"^```python\n(.*?)^```$", section, flags=re.MULTILINE | re.DOTALL)
     exec(block, {})
     (shown,) = re.findall(r"^WRONG: .*no FP32 master;.*$", section, flags=re.MULTILINE)

@@ -31,7 +31,7 @@ from megamix.tools.verify.core.verdict import NOISE, NOISIEST, U8, U32, UNIT, Bo
 from megamix.tools.verify.layouts.judge_matrices import judge_matrices
 from megamix.tools.verify.layouts.judge_routing import judge_choices, judge_scores, judge_tallies, tallies
 from megamix.tools.verify.layouts.observe import batches, set_biases
-from megamix.train.build import DTYPES, build_optimizer, lr_table
+from megamix.train.objects import DTYPES, build_optimizer, lr_table
 
 # How much further from FP64 the gradient of a loss may be than that of logits; right families come to 1.4 times.
 LOSS_PATH = 4.0

@@ -18,9 +18,9 @@ from megamix.parallel.micro_batch_runner import MicroBatch, MicroBatchRunner
 from megamix.tools.verify.core.choices import routers, watched_routers
 from megamix.tools.verify.core.observed_step import ObservedStep, Poison, UsedValues, observed, rank_device
 from megamix.tools.verify.core.tape import recorded
-from megamix.train.build import build_loader
 from megamix.train.corpus import JobCorpus
 from megamix.train.engine import build_training
+from megamix.train.objects import build_loader
 
 MOST_SKIPPED = 40  # the search for the first loss scale takes up to 33 steps
 _BRANCHING = 16  # successors of a token in the synthetic text: gradients of embeddings differ in size

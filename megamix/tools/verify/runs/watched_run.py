@@ -24,7 +24,7 @@ from megamix.base.signals import LeaveRequest
 from megamix.config import Config, data_source
 from megamix.config.sections import CheckpointConfig
 from megamix.data.token_file import token_file_writer
-from megamix.launch.status import PreemptedError
+from megamix.launch.exit_status import PreemptedError
 from megamix.mixed_precision.step import StepResult
 from megamix.parallel.micro_batch_runner import MicroBatch
 from megamix.tools.verify.core.layout import Layout

@@ -11,11 +11,11 @@ import torch
 from megamix.checkpoint.all_or_none import AllOrNone
 from megamix.checkpoint.folder import checkpoints
 from megamix.launch import run_folder
+from megamix.launch.exit_status import EndedEarlyError, PreemptedError, StuckError
 from megamix.launch.journal import JOURNAL, Journal, Reached
 from megamix.launch.ledger import Ledger, boot_s
 from megamix.launch.run_lock import LOCK, run_lock
 from megamix.launch.run_status import read_status, refuse_if_stuck
-from megamix.launch.status import EndedEarlyError, PreemptedError, StuckError
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.train import main
 from megamix.train.replicas import DamagedMemory
