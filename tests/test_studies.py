@@ -72,11 +72,16 @@ def _section(name):
     return PAGE.partition(f"(`{name}`)\n")[2].partition("\n## ")[0]
 
 
-def _headings(markdown):
-    tables = re.findall(r"^(\| .*)\n\| --- .*\n((?:\| .*\n?)+)", markdown, flags=re.MULTILINE)
-    for heading, rows in tables:
-        assert {row.count("|") for row in rows.splitlines()} == {heading.count("|")}
-    return [heading for heading, _ in tables]
+def _headings(text):
+    """Return the cells of each table's heading; every table is what `study.table` makes of its cells."""
+    tables = [part.rstrip("\n") for part in text.split("\n\n") if re.search(r"^-+$", part, flags=re.MULTILINE)]
+    headings = []
+    for table in tables:
+        heading, _, *rows = [re.split(" {2,}", line) for line in table.splitlines()]
+        assert study.table(heading, rows) == table
+        assert rows
+        headings.append(heading)
+    return headings
 
 
 def _is_kept(module, shows):

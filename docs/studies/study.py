@@ -1,7 +1,7 @@
-"""Share what all studies need: the flag, tables as markdown, the figure as PNG.
+"""Share what all studies need: the flag, tables in columns, the figure as PNG.
 
-A study is three functions: `measure(small)` gives its findings, `text(findings)` its tables in markdown, and
-`draw(findings, figure)`, where a picture says more, fills a matplotlib Figure.
+A study is three functions: `measure(small)` gives its findings, `text(findings)` its tables, and `draw(findings,
+figure)`, where a picture says more, fills a matplotlib Figure.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from megamix.data.prepare.corpus import Corpus, folder_files, named_corpus
 from megamix.data.prepare.prepare_corpus import Request, prepare_corpus
 from megamix.data.prepare.tokenizer_choice import TokenizerChoice
+from megamix.tools.bench import report
 
 ROOT = Path(__file__).parents[2]
 FIGURES = Path(__file__).parent / "figures"
@@ -69,9 +70,9 @@ def prepare_text(small: bool, folder: Path) -> Path:
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A markdown table; all but the first column are numbers and stand to the right."""
-    rule = ["---", *("---:" for _ in columns[1:])]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (columns, rule, *rows))
+    """Return aligned columns under a ruled heading; an empty cell is a dash, so that two spaces part any two cells."""
+    heading, *lines = report.table(columns, [[cell or "-" for cell in row] for row in rows])
+    return "\n".join([heading, "-" * len(heading), *lines])
 
 
 def percent(share: float) -> str:
