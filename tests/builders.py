@@ -24,7 +24,7 @@ from megamix.launch.ledger import Ledger, boot_s
 from megamix.train import ranks, results
 from megamix.train.corpus import JobCorpus
 from megamix.train.main import run_job
-from megamix.train.objects import build_optimizer, lr_table
+from megamix.train.objects import lr_table
 
 MODEL_VOCAB, WIDTH, LENGTH = 29, 24, 6  # of the tiny model and its batches
 FP32, BF16 = Precision(torch.float32), Precision(torch.bfloat16)
@@ -138,10 +138,6 @@ def corpus_of(config):
 
 def pace_of(steps):
     return Pace(TrainingConfig(steps=steps, micro_batch_size=1, global_batch_size=1), seq_len=1)
-
-
-def optimizer_of(config):
-    return build_optimizer(config.optimizer, config.model, config.lr_schedule, config.pace)
 
 
 def lrs_of(config):

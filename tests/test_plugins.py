@@ -31,10 +31,11 @@ from megamix.plugins import (
     register_source,
     register_tracker,
 )
+from megamix.train.objects import build_optimizer
 from megamix.train.own_code import own_code
 from megamix.train.ranks_agree import RankGroup, differences, started_with
 from megamix.train.resume_rules import changes
-from tests.builders import lrs_of, optimizer_of, run_on_ranks, tiny_job
+from tests.builders import lrs_of, run_on_ranks, tiny_job
 from tests.checkpoint.seal import edit
 from tests.config.test_errors import changed, problems_of
 
@@ -228,7 +229,7 @@ def test_the_page_s_example_goes(here):
     (here / "my_module.py").write_text(module)
     base = _write(here, "base.toml", config_from_dict(changed()).text.replace(": not set", ""))
     config = load_config(_write(here, "job.toml", f'base = "{base.name}"\n{toml}'))
-    assert optimizer_of(config) == AdamW(lr=lrs_of(config), betas=(0.8, 0.95))
+    assert build_optimizer(config) == AdamW(lr=lrs_of(config), betas=(0.8, 0.95))
 
 
 @pytest.mark.parametrize(

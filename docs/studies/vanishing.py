@@ -122,7 +122,7 @@ def measure(small: bool = False) -> Findings:
 def train(config: Config, text_file: TokenFile, watch_every: int) -> Findings:
     torch.manual_seed(config.training.seed)
     model = Transformer(config.model)
-    optimizer = build_optimizer(config.optimizer, config.model, config.lr_schedule, config.pace)
+    optimizer = build_optimizer(config)
     engine = ShardedEngine(model, optimizer, build_precision(config.precision), clip_grad=config.optimizer.clip_grad)
     seq_len, vocab_size, seed = config.model.seq_len, config.model.vocab_size, config.training.seed
     source = TokenFileSource([TokenSpan.whole(text_file)], seq_len=seq_len, vocab_size=vocab_size, seed=seed)

@@ -28,8 +28,8 @@ def audit_arguments(parser: Parser) -> None:
     parser.example = "megamix audit job.toml, or megamix audit -- python train.py"
     add_config(parser, "TOML file; its token files are not read", nargs="?")
     parser.set_defaults(command=[])
-    parser.add_argument("--updates", metavar="N", type=int, default=3, help="updates; the last one is audited (3)")
-    parser.add_argument("--json", action="store_true", help="every share and dtype in full")
+    parser.add_value("--updates", "N", int, "updates; the last one is audited (3)", default=3)
+    parser.add_flag("--json", "every share and dtype in full")
 
 
 @lines_told

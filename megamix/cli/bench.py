@@ -19,12 +19,10 @@ def bench_arguments(parser: Parser) -> None:
     )
     parser.add_argument("--sides", metavar="A,B", default="", help="of whole steps: ours,plain,fsdp2,fp8_rowwise ...")
     parser.add_argument("--layout", choices=["tp2", "pp2", "cp2"], help="whole steps on two ranks that divide the work")
-    parser.add_argument("--rounds", metavar="N", type=int, default=15, help="turns of each side (15)")
-    parser.add_argument(
-        "--output", metavar="FILE", type=Path, default=Path("runs/bench.jsonl"),
-        help="lines of JSON are appended to it, one a round at once (runs/bench.jsonl)",
-    )  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="print these lines instead of the tables")
+    parser.add_value("--rounds", "N", int, "turns of each side (15)", default=15)
+    output = "lines of JSON are appended to it, one a round at once (runs/bench.jsonl)"
+    parser.add_value("--output", "FILE", Path, output, default=Path("runs/bench.jsonl"))
+    parser.add_flag("--json", "print these lines instead of the tables")
 
 
 def run_bench(arguments: argparse.Namespace) -> None:

@@ -20,26 +20,24 @@ def checkpoint_arguments(parser: Parser) -> None:
         return actions.add_parser(name, help=help, example=f"megamix checkpoint {name} {example}")
 
     ls = add("ls", "list checkpoints: step, time, size, layout, and complete, damaged or unfinished", "runs/mine")
-    ls.add_argument("path", metavar="RUN_OR_FOLDER", type=Path, help="a run's folder, or a folder of checkpoints")
+    ls.add_value("path", "RUN_OR_FOLDER", Path, "a run's folder, or a folder of checkpoints")
     verify = add("verify", "read every byte; exit status 1 and the file's name if one is damaged", "runs/mine")
-    verify.add_argument("path", metavar="PATH", type=Path, help="a checkpoint, or a folder of them")
+    verify.add_value("path", "PATH", Path, "a checkpoint, or a folder of them")
     restore = add("restore", "give checkpoints that were set aside their names back if they are whole", "runs/mine")
-    restore.add_argument(
-        "path", metavar="PATH", type=Path, help="step_N.damaged-..., or a run's folder for all that it has"
-    )
+    restore.add_value("path", "PATH", Path, "step_N.damaged-..., or a run's folder for all that it has")
     two = "runs/mine/checkpoints/step_00000100 runs/mine/checkpoints/step_00000200"
     export = add("export", "full FP32 weights and optimizer states in another format", "runs/mine --to dcp exported")
-    export.add_argument("path", metavar="PATH", type=Path, help="a checkpoint, or a run for its newest checkpoint")
+    export.add_value("path", "PATH", Path, "a checkpoint, or a run for its newest checkpoint")
     export.add_argument("--to", choices=["dcp"], required=True, help="dcp: a folder of torch.distributed.checkpoint")
-    export.add_argument("output", metavar="OUT", type=Path, help="folder to write; must not exist yet")
+    export.add_value("output", "OUT", Path, "folder to write; must not exist yet")
     average = add(
         "average", "the mean of checkpoints of one model, to evaluate, export or train on", f"{two} --output runs/mean"
     )
-    average.add_argument("paths", metavar="CHECKPOINT", type=Path, nargs="+", help="checkpoints, or runs")
-    average.add_argument("--output", metavar="FOLDER", type=Path, required=True, help="must not be there yet")
+    average.add_value("paths", "CHECKPOINT", Path, "checkpoints, or runs", nargs="+")
+    average.add_value("--output", "FOLDER", Path, "must not be there yet", required=True)
     copy = add("copy", "copy checkpoints elsewhere, each byte verified", "runs/mine /mnt/copies/mine")
-    copy.add_argument("path", metavar="PATH", type=Path, help="a checkpoint, or a run for all that it has")
-    copy.add_argument("output", metavar="FOLDER", type=Path, help="a folder for copies of this run, or of none yet")
+    copy.add_value("path", "PATH", Path, "a checkpoint, or a run for all that it has")
+    copy.add_value("output", "FOLDER", Path, "a folder for copies of this run, or of none yet")
 
 
 @lines_told

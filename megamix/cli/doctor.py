@@ -34,17 +34,15 @@ _LEAST_S = 10.0  # seconds that a check begins with at least
 
 def doctor_arguments(parser: Parser) -> None:
     parser.example = "megamix doctor --folder runs"
-    where = "where runs will be written (runs)"
-    parser.add_argument("--folder", metavar="DIR", type=Path, default=Path("runs"), help=where)
-    parser.add_argument("--nodes", action="store_true", help="compare and connect the ranks that torchrun has started")
+    parser.add_value("--folder", "DIR", Path, "where runs will be written (runs)", default=Path("runs"))
+    parser.add_flag("--nodes", "compare and connect the ranks that torchrun has started")
     light = "all that the first run on a GPU should show, with a page and results to send, in this folder; 15 minutes"
-    parser.add_argument("--first-light", metavar="OUT", type=Path, help=light)
+    parser.add_value("--first-light", "OUT", Path, light)
     only = "only these checks, or parts of the first light (an unknown one lists all)"
     parser.add_argument("--only", metavar="A,B", default="", help=only)
-    limit = "of everything (600 with GPUs, 180 without; first light 900)"
-    parser.add_argument("--limit", metavar="SECONDS", type=float, help=limit)
+    parser.add_value("--limit", "SECONDS", float, "of everything (600 with GPUs, 180 without; first light 900)")
     what = "a line a check at once, with what was looked at, seen and expected; at last whether the machine is fit"
-    parser.add_argument("--json", action="store_true", help=what)
+    parser.add_flag("--json", what)
 
 
 def run_doctor(arguments: argparse.Namespace) -> int:

@@ -10,8 +10,8 @@ from megamix.launch import hang
 
 def hang_arguments(parser: Parser) -> None:
     parser.example = "megamix hang runs/mine"
-    parser.add_argument("folder", metavar="RUN", type=Path, help="folder of a run that failed on several ranks")
-    parser.add_argument("--torchfrtrace", metavar="DIR", type=Path, help="a new folder: records for torch's analyser")
+    parser.add_value("folder", "RUN", Path, "folder of a run that failed on several ranks")
+    parser.add_value("--torchfrtrace", "DIR", Path, "a new folder: records for torch's analyser")
 
 
 @lines_told

@@ -22,8 +22,8 @@ _DTYPES = ["fp32", "bf16", "fp16"]
 
 def import_arguments(parser: Parser) -> None:
     parser.example = "megamix import hf/gpt2 --output runs/imported"
-    parser.add_argument("folder", metavar="HF_DIR", type=Path, help="config.json and safetensors")
-    parser.add_argument("--output", metavar="DIR", type=Path, required=True, help="must not be there yet")
+    parser.add_value("folder", "HF_DIR", Path, "config.json and safetensors")
+    parser.add_value("--output", "DIR", Path, "must not be there yet", required=True)
     _add_allow(parser)
 
 
@@ -43,10 +43,10 @@ def export_arguments(parser: Parser) -> None:
     parser.example = "megamix export runs/mine --to hf hf/mine --dtype bf16"
     _add_model(parser, "CHECKPOINT")
     parser.add_argument("--to", choices=["hf"], required=True, help="hf: config.json, safetensors and tokenizer")
-    parser.add_argument("output", metavar="DIR", type=Path, help="must not be there yet")
+    parser.add_value("output", "DIR", Path, "must not be there yet")
     parser.add_argument("--dtype", choices=_DTYPES, default="fp32", help="of the weights (fp32)")
-    parser.add_argument("--shard-gb", metavar="N", type=float, default=5.0, help="a file's largest size in GB (5)")
-    parser.add_argument("--tokenizer", metavar="FILE", type=Path, help="tokenizer.json or .model (the model's own)")
+    parser.add_value("--shard-gb", "N", float, "a file's largest size in GB (5)", default=5.0)
+    parser.add_value("--tokenizer", "FILE", Path, "tokenizer.json or .model (the model's own)")
 
 
 @lines_told
@@ -67,14 +67,12 @@ def generate_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--prompt", metavar="TEXT", action="append", help="the text to continue; may be repeated (none)"
     )
-    parser.add_argument("--max-new-tokens", metavar="N", type=int, default=128, help="tokens to add at most (128)")
-    parser.add_argument("--temperature", metavar="T", type=float, default=0.8, help="0: always the likeliest (0.8)")
-    parser.add_argument("--top-p", metavar="P", type=float, default=1.0, help="nucleus sampling with this mass (1)")
-    parser.add_argument(
-        "--seed", metavar="N", type=int, default=0, help="seed of the sampling, the same for each prompt (0)"
-    )
+    parser.add_value("--max-new-tokens", "N", int, "tokens to add at most (128)", default=128)
+    parser.add_value("--temperature", "T", float, "0: always the likeliest (0.8)", default=0.8)
+    parser.add_value("--top-p", "P", float, "nucleus sampling with this mass (1)", default=1.0)
+    parser.add_value("--seed", "N", int, "seed of the sampling, the same for each prompt (0)", default=0)
     parser.add_argument("--dtype", choices=_DTYPES, help="to compute in (as it was trained)")
-    parser.add_argument("--tokenizer", metavar="FILE", type=Path, help="tokenizer.json or .model (the model's own)")
+    parser.add_value("--tokenizer", "FILE", Path, "tokenizer.json or .model (the model's own)")
     _add_allow(parser)
 
 
@@ -103,12 +101,12 @@ def run_generate(arguments: argparse.Namespace) -> Iterator[str]:
 def evaluate_arguments(parser: Parser) -> None:
     parser.example = "megamix evaluate runs/mine --data runs/data/mine/valid"
     _add_model(parser, "MODEL")
-    parser.add_argument("--data", metavar="PREFIX", type=Path, help="PREFIX.bin and PREFIX.idx (the run's data.valid)")
-    parser.add_argument("--seq-len", metavar="N", type=int, help="tokens in a window (the model's seq_len)")
-    parser.add_argument("--stride", metavar="N", type=int, help="tokens from one window's start to the next (a window)")
-    parser.add_argument("--max-tokens", metavar="N", type=int, help="only the first N tokens of the file (all)")
+    parser.add_value("--data", "PREFIX", Path, "PREFIX.bin and PREFIX.idx (the run's data.valid)")
+    parser.add_value("--seq-len", "N", int, "tokens in a window (the model's seq_len)")
+    parser.add_value("--stride", "N", int, "tokens from one window's start to the next (a window)")
+    parser.add_value("--max-tokens", "N", int, "only the first N tokens of the file (all)")
     parser.add_argument("--dtype", choices=_DTYPES, help="to compute in (as it was trained)")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_flag("--json", "print JSON")
     parser.add_argument("--harness", metavar="TASKS", help="tasks of lm-eval-harness instead, with commas between")
     _add_allow(parser)
 
@@ -155,13 +153,13 @@ def run_evaluate(arguments: argparse.Namespace) -> Iterator[str]:
         yield json.dumps(all_facts[0] if "" in sets else all_facts, indent=2)
 
 
-def _add_allow(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--allow-non-finite", action="store_true", help="take weights that are NaN or inf as they are")
+def _add_allow(parser: Parser) -> None:
+    parser.add_flag("--allow-non-finite", "take weights that are NaN or inf as they are")
 
 
-def _add_model(parser: argparse.ArgumentParser, name: str) -> None:
-    parser.add_argument("path", metavar=name, type=Path, help=_MODEL)
-    parser.add_argument("--average", action="store_true", help="the average of its weights ([training.average])")
+def _add_model(parser: Parser, name: str) -> None:
+    parser.add_value("path", name, Path, _MODEL)
+    parser.add_flag("--average", "the average of its weights ([training.average])")
 
 
 def _open(arguments: argparse.Namespace) -> Source:

@@ -40,6 +40,12 @@ class Parser(argparse.ArgumentParser):
         own = [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
         return [*own, *(flag for parsers in choices for parser in parsers.values() for flag in parser._flags())]
 
+    def add_flag(self, name: str, help: str) -> None:
+        self.add_argument(name, action="store_true", help=help)
+
+    def add_value(self, name: str, metavar: str, type: Callable[[str], Any], help: str, **settings: Any) -> None:
+        self.add_argument(name, metavar=metavar, type=type, help=help, **settings)
+
     def error(self, message: str, fix: str | None = None) -> NoReturn:
         choice = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message)
         if choice and (near := nearest(choice[1], re.findall(r"[\w-]+", choice[2]))):
@@ -50,8 +56,8 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}; {fix or f'write for example {self.example}'}\n")
 
 
-def add_config(parser: argparse.ArgumentParser, help: str = "TOML file", nargs: str | None = None) -> None:
-    parser.add_argument("config", metavar="CONFIG", type=Path, nargs=nargs, help=help)
+def add_config(parser: Parser, help: str = "TOML file", nargs: str | None = None) -> None:
+    parser.add_value("config", "CONFIG", Path, help, nargs=nargs)
     parser.add_argument("overrides", metavar="section.key=value", nargs="*", default=[], help="win over the file")
 
 

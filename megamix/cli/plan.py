@@ -26,19 +26,15 @@ WITH_GPUS: tuple[str, ...] = ("hardware", "rates", "calibrate", "plot")
 def plan_arguments(parser: Parser) -> None:
     parser.example = "megamix plan job.toml --world 64 --memory 80GiB"
     add_config(parser)
-    parser.add_argument("--world", metavar="N", type=int, help="ranks (parallelism.dp_size, or 1)")
-    may = "what a rank may hold, as 80GiB (this machine's GPU, if any)"
-    parser.add_argument("--memory", metavar="SIZE", type=bytes_of, help=may)
+    parser.add_value("--world", "N", int, "ranks (parallelism.dp_size, or 1)")
+    parser.add_value("--memory", "SIZE", bytes_of, "what a rank may hold, as 80GiB (this machine's GPU, if any)")
     parser.add_argument("--device", choices=["cpu", "gpu"], help="what the ranks compute on (gpu)")
-    parser.add_argument("--json", action="store_true", help="every number, in bytes and seconds")
-    layouts = "the fastest layouts on N GPUs, or on each power of two up to M"
-    parser.add_argument("--gpus", metavar="N..M", type=gpus_of, help=layouts)
+    parser.add_flag("--json", "every number, in bytes and seconds")
+    parser.add_value("--gpus", "N..M", gpus_of, "the fastest layouts on N GPUs, or on each power of two up to M")
     parser.add_argument("--hardware", metavar="NAME", help="with --gpus: h100-sxm (default), h200, and others")
-    parser.add_argument("--rates", metavar="FILE", type=Path, help="with --gpus: output of megamix doctor --json there")
-    parser.add_argument(
-        "--calibrate", metavar="RUN/metrics.jsonl", type=Path, nargs="+", help="with --gpus: runs to learn from"
-    )
-    parser.add_argument("--plot", metavar="FILE.svg", type=Path, help="with --gpus: what a step's time goes into")
+    parser.add_value("--rates", "FILE", Path, "with --gpus: output of megamix doctor --json there")
+    parser.add_value("--calibrate", "RUN/metrics.jsonl", Path, "with --gpus: runs to learn from", nargs="+")
+    parser.add_value("--plot", "FILE.svg", Path, "with --gpus: what a step's time goes into")
 
 
 @lines_told

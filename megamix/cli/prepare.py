@@ -16,28 +16,22 @@ def prepare_arguments(parser: Parser) -> None:
         help="files or folders instead: .jsonl, .ndjson, .json, .parquet, .arrow or a dataset of `datasets` hold "
         "records, any other file is one document; text may be compressed (.gz, .zst); hf:NAME is loaded by `datasets`",
     )  # fmt: skip
-    parser.add_argument("--output", metavar="DIR", type=Path, required=True, help="reused if it holds the same result")
+    parser.add_value("--output", "DIR", Path, "reused if it holds the same result", required=True)
     parser.add_argument("--text-key", metavar="KEY", default="text", help="key or column of a record's text (text)")
     parser.add_argument("--split", metavar="NAME", default="train", help="split of a dataset that has several (train)")
     parser.add_argument(
         "--tokenizer", metavar="WHAT", default="train",
         help="train: a byte-level BPE on this text (default); bytes; or a tokenizer.json or SentencePiece .model",
     )  # fmt: skip
-    parser.add_argument("--vocab-size", metavar="N", type=int, help="tokens of a tokenizer that is trained (2048)")
+    parser.add_value("--vocab-size", "N", int, "tokens of a tokenizer that is trained (2048)")
     parser.add_argument("--end-token", metavar="TOKEN", help="ends each document, if the tokenizer's files do not say")
     parser.add_argument("--begin-token", metavar="TOKEN", nargs="?", const="", help="begins each document, too (none)")
-    parser.add_argument(
-        "--valid-fraction", metavar="F", type=float, default=0.05, help="share of the documents kept apart (0.05)"
-    )
-    parser.add_argument("--workers", metavar="N", type=int, help="processes that encode (one for each core)")
-    parser.add_argument(
-        "--max-bad-records", metavar="N", type=int, default=100,
-        help="more, or more files that cannot be read, stop the run; fewer are listed in bad_records.jsonl (100)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--allow-lost", metavar="PERCENT", type=float, default=1.0,
-        help="a larger share of the bytes that cannot be read stops the run; 100 allows all (1)",
-    )  # fmt: skip
+    parser.add_value("--valid-fraction", "F", float, "share of the documents kept apart (0.05)", default=0.05)
+    parser.add_value("--workers", "N", int, "processes that encode (one for each core)")
+    bad = "more, or more files that cannot be read, stop the run; fewer are listed in bad_records.jsonl (100)"
+    parser.add_value("--max-bad-records", "N", int, bad, default=100)
+    lost = "a larger share of the bytes that cannot be read stops the run; 100 allows all (1)"
+    parser.add_value("--allow-lost", "PERCENT", float, lost, default=1.0)
 
 
 @lines_told

@@ -14,7 +14,7 @@ from megamix.data import import_extra
 def plot_arguments(parser: Parser) -> None:
     parser.example = "megamix plot runs/mine"
     help = "a run's checkpoint.folder, finished or not; several share one picture of curves, in the first folder"
-    parser.add_argument("runs", metavar="RUN", type=Path, nargs="+", help=help)
+    parser.add_value("runs", "RUN", Path, help, nargs="+")
 
 
 @lines_told
@@ -27,9 +27,9 @@ def run_plot(arguments: argparse.Namespace) -> Iterator[str]:
 
 def report_arguments(parser: Parser) -> None:
     parser.example = "megamix report runs/mine"
-    parser.add_argument("folder", metavar="RUN", type=Path, help="a run's checkpoint.folder, finished or not")
-    parser.add_argument("--json", action="store_true", help="also write the numbers, as RUN/report.json")
-    parser.add_argument("--open", action="store_true", help="open the page in the browser")
+    parser.add_value("folder", "RUN", Path, "a run's checkpoint.folder, finished or not")
+    parser.add_flag("--json", "also write the numbers, as RUN/report.json")
+    parser.add_flag("--open", "open the page in the browser")
 
 
 @lines_told
@@ -44,8 +44,8 @@ def run_report(arguments: argparse.Namespace) -> Iterator[str]:
 
 def status_arguments(parser: Parser) -> None:
     parser.example = "megamix status runs/*"
-    parser.add_argument("runs", metavar="RUN", type=Path, nargs="+", help="the checkpoint.folder of a run")
-    parser.add_argument("--watch", metavar="SECONDS", type=float, help="look again every SECONDS until Ctrl-C")
+    parser.add_value("runs", "RUN", Path, "the checkpoint.folder of a run", nargs="+")
+    parser.add_value("--watch", "SECONDS", float, "look again every SECONDS until Ctrl-C")
 
 
 @lines_told

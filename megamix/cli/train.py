@@ -23,9 +23,8 @@ if TYPE_CHECKING:
 def train_arguments(parser: Parser) -> None:
     parser.example = "megamix train configs/quickstart.toml checkpoint.folder=runs/mine"
     add_config(parser)
-    parser.add_argument("--check", action="store_true", help="only look for mistakes, as before a job; start nothing")
-    most = "with --check: most memory of a rank, such as 3GiB"
-    parser.add_argument("--memory", metavar="SIZE", type=bytes_of, help=most)
+    parser.add_flag("--check", "only look for mistakes, as before a job; start nothing")
+    parser.add_value("--memory", "SIZE", bytes_of, "with --check: most memory of a rank, such as 3GiB")
 
 
 def run_train(arguments: argparse.Namespace) -> None:

@@ -168,10 +168,8 @@ def _parser(argv: Sequence[str]) -> Parser:
 
 def _learn(verb: Verb, parser: Parser) -> None:
     """Give the verb's parser its arguments, and the function to run."""
-    parser.add_argument(
-        "--plugins", metavar="NAMES", type=lambda names: names.split(",") if names else [], default=[],
-        help="modules to import first, as a,b; a saved run names them",
-    )  # fmt: skip
+    plugins = "modules to import first, as a,b; a saved run names them"
+    parser.add_value("--plugins", "NAMES", lambda names: names.split(",") if names else [], plugins, default=[])
     module = importlib.import_module(f"megamix.cli.{verb.module}")
     getattr(module, f"{verb.name}_arguments")(parser)
     parser.set_defaults(run=getattr(module, f"run_{verb.name}"), parser=parser)

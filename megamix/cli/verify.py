@@ -18,15 +18,15 @@ def verify_arguments(parser: Parser) -> None:
     parser.example = "megamix verify job.toml --layouts dp2,tp2"
     add_config(parser, "TOML file; its token files are not read", nargs="?")
     parser.add_argument("--layouts", metavar="NAMES", help="layouts to verify, as dp2,dp4,dp2tp2 (dp1,dp2)")
-    parser.add_argument("--bisect", action="store_true", help="name the first module that is wrong (compiles none)")
+    parser.add_flag("--bisect", "name the first module that is wrong (compiles none)")
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("--runs", action="store_true", help="a job that is interrupted and goes on on each layout")
     kind.add_argument("--twice", action="store_true", help="the same job in two programs, bit for bit")
     kind.add_argument("--trainer", metavar="FILE.py:CLASS", help="a training of your own instead of a TOML file")
-    parser.add_argument("--ranks", metavar="N", type=_worlds, help="numbers of ranks for --trainer, as 1,2,4 (1,2)")
-    parser.add_argument("--steps", metavar="N", type=_steps, help="steps of --trainer (4)")
+    parser.add_value("--ranks", "N", _worlds, "numbers of ranks for --trainer, as 1,2,4 (1,2)")
+    parser.add_value("--steps", "N", _steps, "steps of --trainer (4)")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="cuda: a GPU for each rank (if there are as many)")
-    parser.add_argument("--share-card", action="store_true", help="with --device cuda: all ranks on one GPU, over Gloo")
+    parser.add_flag("--share-card", "with --device cuda: all ranks on one GPU, over Gloo")
 
 
 def _worlds(text: str) -> list[int]:

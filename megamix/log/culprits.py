@@ -91,13 +91,12 @@ def experts_by_param(peak_rows: Tensor, pieces: Sequence[Piece], param_names: Se
     """Return the first expert and the one behind the last whose elements are in one rank's `peak_rows`, 0 without
     experts. Shapes: (2, pieces of experts) -> FP64 (params, 2).
     """
-    index = {name: row for row, name in enumerate(param_names)}
     experts = torch.zeros(len(param_names), 2, dtype=torch.float64)
     of_experts = [piece for piece in pieces if piece.spec.is_of_experts]
     for piece, (first, last) in zip(of_experts, peak_rows.T.tolist(), strict=True):
         elements = ROW * first, min(ROW * (last + 1), piece.numel) - 1
         begin, end = (int(piece.first + element) // math.prod(piece.spec.shape[1:]) for element in elements)
-        experts[index[piece.spec.name]] = piece.spec.offset[0] + torch.tensor([begin, end + 1])
+        experts[param_names.index(piece.spec.name)] = piece.spec.offset[0] + torch.tensor([begin, end + 1])
     return experts
 
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from megamix.base.log_file import parsed
 from megamix.config import axis_key, saved_tree
+from megamix.config.unread import is_set, setting
 from megamix.launch.run_folder import CONFIG, METRICS, SAMPLE
 from megamix.log.metrics import TAGS, TRANSFERS, is_overflow, load_tag, over_mean, precision_tag, set_tag
 
@@ -28,14 +29,8 @@ _COUNTS = load_tag("counts", "")  # tag of a layer's counts; its name follows
 
 def main_settings(config: str) -> dict[str, Any]:
     """Return the main settings in a TOML configuration, by names such as `optimizer.lr`."""
-    tree, found = saved_tree(config), dict[str, Any]()
-    for key in _MAIN:
-        value: Any = tree
-        for name in key.split("."):
-            value = value.get(name) if isinstance(value, dict) else None
-        if value is not None:
-            found[key] = value
-    return found
+    tree = saved_tree(config)
+    return {key: setting(tree, key) for key in _MAIN if is_set(tree, key)}
 
 
 class Series(NamedTuple):

@@ -129,9 +129,8 @@ def take_census(model: nn.Module, optimizer: Optimizer, topology: Topology, shar
         group = groups.setdefault(optimizer.group_of(name, at.full_shape), len(groups))
         axis = axes.setdefault(at.owners, len(axes))
         spec = ParamSpec.whole(name, shape, group, tuple(aliases))
-        spec = replace(spec, matrices=optimizer.matrices(name, at.full_shape))
-        spec = replace(spec, full_shape=at.full_shape, offset=at.offset, along=at.along)
-        specs.append(replace(spec, axis=axis, counts=at.counts))
+        spec = replace(spec, matrices=optimizer.matrices(name, at.full_shape), axis=axis, counts=at.counts)
+        specs.append(replace(spec, full_shape=at.full_shape, offset=at.offset, along=at.along))
     if sharding.shard == "parameters":
         others = {number for axis, number in axes.items() if {*axis.ranks} - {*topology.owners.ranks}}
         specs = _with_units(specs, model, sharding.units, others)

@@ -125,15 +125,15 @@ class Tallies:
         """Let the model's tallies count into the step under way. `readers`: the ranks that see other tokens of the
         step. Raises: ValueError for a rule whose result is no next value, or ranks with other tallies.
         """
-        counted = {name: module for name, module in model.named_modules() if isinstance(module, Counts)}
-        self._by_name, self._readers = by_plain_name(counted.items()), readers
-        self._sizes = [counts.size for counts in counted.values()]
+        counted = ((name, module) for name, module in model.named_modules() if isinstance(module, Counts))
+        self._by_name, self._readers = by_plain_name(counted), readers
+        self._sizes = [counts.size for counts in self._by_name.values()]
         require_equal(readers, device, [*self._by_name], self._sizes)
         self._moving = {name: tally for name, tally in self._by_name.items() if isinstance(tally, Tally)}
         for name, tally in self._moving.items():
             _check_rule(name, tally)
         self._counts = torch.zeros(sum(self._sizes), dtype=torch.float32, device=device)
-        for module, counts in zip(counted.values(), torch.split(self._counts, self._sizes), strict=True):
+        for module, counts in zip(self._by_name.values(), torch.split(self._counts, self._sizes), strict=True):
             module.connect(counts, progress)
 
     def reset(self) -> None:

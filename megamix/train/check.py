@@ -184,7 +184,7 @@ def _optimizer_doubts(config: Config) -> Iterator[str]:
         from megamix.train.objects import build_optimizer
 
         family = family_of(config.model)
-        optimizer = build_optimizer(section, config.model, config.lr_schedule, config.pace)
+        optimizer = build_optimizer(config)
         yield from optimizer.doubts(family.sketch(config.model), family.shapes(config.model))
 
 

@@ -49,8 +49,7 @@ class RunCheckpoints:
         self._section, self._engine, self._record = section, engine, resume.record
         self._all_or_none, self._console, self._leave = all_or_none, console, leave
         start, folder = resume.start, Path(section.folder, CHECKPOINTS)
-        ways = takes_of(section, resume.record.config, self._stays, console.line)
-        takes = [*ways] if all_or_none.rank == 0 else []
+        takes = [*takes_of(section, resume.record.config, self._stays, console.line)] if all_or_none.rank == 0 else []
         self._files = Files()
         self._saver = Saver(
             folder,

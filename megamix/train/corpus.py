@@ -171,7 +171,8 @@ class JobCorpus:
                 yield name if len(sources) == 1 else f"{name}[{number}]", source
 
     def _split_problems(self, field: str, prefix: str) -> Iterator[str]:
-        for name, stretch in zip(("training", "validation"), self._parts(prefix), strict=True):
+        for part, name in enumerate(("training", "validation")):
+            stretch = self._stretch(prefix, part)
             if stretch.windows(self.seq_len, packed=False) < 1:
                 yield (
                     f"data.split: leaves {stretch.stop - stretch.start} tokens of {field} = {prefix!r} for {name}, "
@@ -243,8 +244,7 @@ class JobCorpus:
             return cast(SampleSource, made)
         if entry[0].markov is not None:
             return MarkovSource(**self._sizes, branching=entry[0].markov, seed=seeds.made_up)
-        prefixes = [source.path for source in entry if source.path is not None]
-        stretches = [_whole(path) if part is None else self._parts(path)[part] for path in prefixes]
+        stretches = [self._stretch(source.path, part) for source in entry if source.path is not None]
         return TokenFileSource(stretches, **self._sizes, seed=seeds.order, packed=self.packed)
 
     def _registered(self, source: DataSource, seed: int) -> Any:
@@ -254,11 +254,12 @@ class JobCorpus:
                 return build(**dict(keys), **self._sizes, seed=seed)
         return None
 
-    def _parts(self, prefix: str) -> tuple[TokenSpan, ...]:
-        if self.section.split is None:
-            return (_whole(prefix),)
+    def _stretch(self, prefix: str, part: int | None) -> TokenSpan:
+        file = TokenFile(Path(prefix))
+        if part is None or self.section.split is None:
+            return TokenSpan.whole(file)
         for_training, for_validation = self.section.split
-        return split(TokenFile(Path(prefix)), for_training / (for_training + for_validation))
+        return split(file, for_training / (for_training + for_validation))[part]
 
 
 def shares(sources: Sources) -> list[tuple[Sources, int]]:
@@ -271,7 +272,3 @@ def shares(sources: Sources) -> list[tuple[Sources, int]]:
 
 def _names(entry: Sources) -> _Names:
     return tuple(source.name for source in entry)
-
-
-def _whole(prefix: str) -> TokenSpan:
-    return TokenSpan.whole(TokenFile(Path(prefix)))

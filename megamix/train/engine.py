@@ -19,14 +19,13 @@ class JobEngine(ShardedEngine):
     def __init__(self, config: Config, part: ModelPart, topology: Topology, fill: Fill):
         """Take the part's weights over. Every rank must call it."""
         section = config.parallelism
-        optimizer = build_optimizer(config.optimizer, config.model, config.lr_schedule, config.pace)
         sharding = Sharding(
             units=part.module.units, topology=topology, bucket_size=section.bucket_size, overlap=section.overlap,
             placements=part.placements, shard=section.shard, accumulate=section.accumulate,
         )  # fmt: skip
         super().__init__(
             part.module,
-            optimizer,
+            build_optimizer(config),
             build_precision(config.precision),
             sharding,
             clip_grad=config.optimizer.clip_grad,

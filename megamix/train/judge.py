@@ -104,9 +104,7 @@ class Judge:
         from megamix.train.objects import build_optimizer
         from megamix.train.run_record import check_states
 
-        config = self._config
-        build = partial(build_optimizer, config.optimizer, config.model, config.lr_schedule, config.pace)
-        check_states(path, manifest, config.optimizer.name, build)
+        check_states(path, manifest, self._config.optimizer.name, partial(build_optimizer, self._config))
 
 
 def outlook(config: Config) -> str:

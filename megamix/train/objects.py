@@ -1,11 +1,11 @@
-"""Optimizer, loss scale, number formats and loader of a job, each from its own section."""
+"""Optimizer, loss scale, number formats and loader of a job."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from megamix.config import DecoderConfig, OptimizerConfig, Pace, ParallelismConfig, PrecisionConfig, loss_scale_rule
+from megamix.config import Config, OptimizerConfig, Pace, ParallelismConfig, PrecisionConfig, loss_scale_rule
 from megamix.config.sections import LrScheduleConfig
 from megamix.data.loader import BatchLoader
 from megamix.data.source import SampleSource
@@ -45,11 +45,10 @@ def build_loss_scale(section: PrecisionConfig) -> LossScale | None:
     return scale
 
 
-def build_optimizer(
-    section: OptimizerConfig, model: DecoderConfig, schedule: LrScheduleConfig, pace: Pace
-) -> Optimizer:
+def build_optimizer(config: Config) -> Optimizer:
     """Return the optimizer of a run. The model's family knows which parameters are no matrices."""
-    lrs = lr_table(schedule, section, pace)
+    section, model = config.optimizer, config.model
+    lrs = lr_table(config.lr_schedule, section, config.pace)
     own = _given(getattr(section, section.name))
     if section.name in ("adamw", "nag", "muon"):
         own |= {key: DTYPES[value] for key, value in own.items() if key in ("state_dtype", "ns_dtype")}

@@ -12,8 +12,8 @@ from megamix.model.layers import Embedding
 from megamix.model.transformer import Transformer
 from megamix.plugins import LOSS_SCALES
 from megamix.train.engine import build_training
-from megamix.train.objects import build_loss_scale, build_precision
-from tests.builders import lrs_of, optimizer_of, tiny_job
+from megamix.train.objects import build_loss_scale, build_optimizer, build_precision
+from tests.builders import lrs_of, tiny_job
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_every_setting_of_the_optimizers_arrives(tmp_path):
     own = {"pattern": "*.bias", "momentum": 0.5}
 
     def built(group, **table):
-        return optimizer_of(tiny_job(tmp_path, optimizer={"weight_decay": 0.2, "groups": [group]} | table))
+        return build_optimizer(tiny_job(tmp_path, optimizer={"weight_decay": 0.2, "groups": [group]} | table))
 
     def wanted(kind, group, **settings):
         lr = lrs_of(tiny_job(tmp_path))
@@ -87,7 +87,7 @@ def test_schedules_of_a_job_are_a_programs(tmp_path):
     by_name = {"weight_decay": {"end": 0.0}, "momentum": {"start": 0.85, "warmup_steps": 2}, "beta2": {"end": 0.9}}
     groups = [{"pattern": "*.up.*", "weight_decay": 0.4}, {"pattern": "head.*", "weight_decay": 0.0}, {"pattern": "*"}]
     keys = {"name": "muon", "weight_decay": 0.2, "schedules": by_name, "groups": groups}
-    optimizer = optimizer_of(tiny_job(tmp_path, optimizer=keys, steps=4))
+    optimizer = build_optimizer(tiny_job(tmp_path, optimizer=keys, steps=4))
     assert isinstance(optimizer, Muon)
     assert optimizer.weight_decay == pytest.approx((0.2, 0.15, 0.1, 0.05))
     tall, head, others = (group.weight_decay for group in optimizer.groups)
@@ -111,7 +111,7 @@ def test_a_family_s_tables_are_known_by_their_type(tmp_path, monkeypatch):
     """The optimizer itself knows them, without an engine: `plan`, `verify` and the check of a checkpoint ask it."""
     monkeypatch.setattr("megamix.train.objects.family_of", lambda model: _Salted)
     config = tiny_job(tmp_path, optimizer={"name": "muon"})
-    optimizer = optimizer_of(config)
+    optimizer = build_optimizer(config)
     names = [name for name, shape in _Salted.shapes(config.model).items() if optimizer.matrices(name, shape)]
     assert "blocks.1.attention.query.weight" in names
     assert not any("salt" in name for name in names)

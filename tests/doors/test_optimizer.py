@@ -158,7 +158,7 @@ def _observed(config):
     """What `verify` sees of a rank; bytes of states that the rank holds, and those that are planned for it."""
     held, owned_ranges = [], ShardedEngine.owned_ranges
 
-    def built(*sections):
+    def built(_):
         return replace(OPTIMIZER, lr=lrs_of(config))
 
     def note(engine):
@@ -181,7 +181,7 @@ def _observed(config):
 def test_verify_passes_and_plan_counts_its_bytes(run_ranks, monkeypatch, layout):
     config = make_config(layout, dtype="bf16")
     ranks, held, most = zip(*run_ranks(_observed, 2, config), strict=True)
-    monkeypatch.setattr(judge_steps, "build_optimizer", lambda *sections: OPTIMIZER)
+    monkeypatch.setattr(judge_steps, "build_optimizer", lambda _: OPTIMIZER)
     verdict = judge_steps.judge(config, ranks, torch.device("cpu"), 2, 1)
     assert verdict.differences == []
     assert (verdict.attempts, verdict.skipped) == (3, 1)

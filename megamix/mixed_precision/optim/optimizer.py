@@ -300,13 +300,13 @@ class GroupScalars:
         self._lr_factors = [torch.tensor(group.lr_factor, device=device) for group in groups]
         tables = {table for group in groups for table in group.tables}
         self._tables = {table: _OnDevice(table, device) for table in tables}
-        self._of: tuple[Tensor, Tensor] | None = None  # lr and number of the step for which they were made
+        self._update: Tensor | None = None  # number of the update for which they were made
         self._made = list[UpdateScalars]()
 
     def of(self, step: StepScalars) -> list[UpdateScalars]:
         """Return each group's scalars."""
-        if self._of is None or self._of[0] is not step.lr or self._of[1] is not step.update:
-            self._of = step.lr, step.update
+        if self._update is not step.update:
+            self._update = step.update
             number = step.update.double()
             known = dict[object, Tensors]()  # most groups differ in lr and weight decay alone
             self._made = [

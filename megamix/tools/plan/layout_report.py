@@ -85,9 +85,10 @@ def fastest(search: LayoutSearch, gpus: int, wanted: int) -> Iterator[tuple[Time
     """Yield the fastest layouts that fit, with the traced peak of each. Those that do not fit are replaced by slower
     ones of the same mesh.
     """
-    from megamix.tools.plan.memory_plan import optimizer_of, plan_memory  # imports torch, which takes seconds
+    from megamix.tools.plan.memory_plan import plan_memory  # imports torch, which takes seconds
+    from megamix.train.objects import build_optimizer
 
-    queue, seen, optimizer = search.layouts(gpus), set[str](), optimizer_of(search.config)
+    queue, seen, optimizer = search.layouts(gpus), set[str](), build_optimizer(search.config)
     while queue and wanted:
         layout = queue.pop(0)
         text = mesh_text(layout.config)

@@ -72,10 +72,6 @@ class MemoryPlan:
         return max(self.phases, key=self.phases.__getitem__)
 
 
-def optimizer_of(config: Config) -> Optimizer:
-    return build_optimizer(config.optimizer, config.model, config.lr_schedule, config.pace)
-
-
 def plan_memory(
     config: Config, dp_size: int, machine: Machine, optimizer: Optimizer | None = None, *, crowded: bool = False
 ) -> MemoryPlan:
@@ -84,7 +80,7 @@ def plan_memory(
 
     Raises: ValueError if the global batch does not divide.
     """
-    optimizer = optimizer or optimizer_of(config)
+    optimizer = optimizer or build_optimizer(config)
     ranks = range(ranks_along(config.parallelism, "pp"))
     plans = (plan_rank(config, dp_size, pp_rank, machine, optimizer, crowded=crowded) for pp_rank in ranks)
     return max(plans, key=lambda plan: plan.peak)
@@ -103,7 +99,7 @@ def plan_rank(
     section = config.parallelism
     mesh = Topology.place(0, dp=dp_size, ep_size=ranks_along(section, "ep"), **axis_sizes(section))
     part = _plan_part(
-        config, dp_size, mesh.pp.ranks[pp_rank], machine, optimizer or optimizer_of(config), crowded=crowded
+        config, dp_size, mesh.pp.ranks[pp_rank], machine, optimizer or build_optimizer(config), crowded=crowded
     )
     activations = _activations(part)
     passes = _passes(part, activations)
@@ -134,7 +130,7 @@ def held_memory(config: Config, dp_size: int, rank: int, machine: Machine) -> tu
 
     It asks nothing of other ranks: one rank alone may call it while the others train.
     """
-    part = _plan_part(config, dp_size, rank, machine, optimizer_of(config), own_states=True)
+    part = _plan_part(config, dp_size, rank, machine, build_optimizer(config), own_states=True)
     return part.held, _host(config, part)
 
 

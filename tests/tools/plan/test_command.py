@@ -14,7 +14,7 @@ from megamix.config import ConfigError, FirstLayers, load_config
 from megamix.tools.plan.advice import Advice, advise
 from megamix.tools.plan.limits import bytes_of
 from megamix.tools.plan.memory_plan import _plan_part, plan_memory
-from tests.builders import optimizer_of
+from megamix.train.objects import build_optimizer
 
 PARAMETERS_8B = 8_030_261_248
 SHARDED, OWNERS = "parallelism.shard=parameters", "parallelism.accumulate=owner"
@@ -76,7 +76,7 @@ def test_an_8b_model_by_share_of_parameters_works_in_three_gib():
 
 def test_nccl_exchanges_into_two_buffers_and_gloo_into_one():
     config = config_of("gpt2-124m", "model.num_layers=1", "precision.reduce_dtype=half_fp32_sum")
-    gpu, cpu = (_plan_part(config, 2, 0, device, optimizer_of(config)).engine.sums() for device in ("gpu", "cpu"))
+    gpu, cpu = (_plan_part(config, 2, 0, device, build_optimizer(config)).engine.sums() for device in ("gpu", "cpu"))
     assert gpu == 2 * cpu > 0
 
 

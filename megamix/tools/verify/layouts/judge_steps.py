@@ -54,7 +54,7 @@ def judge(
     set_biases(config, reference.native)
     (start, *attempts), dtype = zip(*ranks, strict=True), DTYPES[config.precision.dtype]
     verdict = Verdict(attempts=len(attempts))
-    optimizer = build_optimizer(config.optimizer, config.model, config.lr_schedule, config.pace)
+    optimizer = build_optimizer(config)
     before, earlier = _whole(verdict, start), None
     for name, weight in reference.native.named_parameters():
         verdict.equal("initial weight", name, before.tensors[MASTER, name], weight.detach().cpu())

@@ -20,7 +20,7 @@ from megamix.tools.verify.core.layout import parse_layout
 from megamix.tools.verify.runs import run_lines
 from megamix.tools.verify.runs.run_lines import run_problems, runs_lines, twice_problems, watched
 from megamix.tools.verify.runs.watched_run import run_config
-from tests.builders import optimizer_of
+from megamix.train.objects import build_optimizer
 from tests.conftest import FULL
 from tests.tools.verify.jobs import EXPERTS, make_config
 from tests.tools.verify.runs import run_bugs
@@ -172,7 +172,7 @@ def test_schedules_of_long_runs_fit_into_the_few_updates(tmp_path):
     momentum, decay = {"start": 0.85, "warmup_steps": 300}, {"end": 0.0, "warmup_steps": 0, "decay_steps": 400}
     schedules = {"momentum": momentum, "weight_decay": decay}
     config = changed(make_config("dp1", name="nag"), optimizer={"schedules": schedules})
-    optimizer = optimizer_of(run_config(config, [ONE], ONE, tmp_path))
+    optimizer = build_optimizer(run_config(config, [ONE], ONE, tmp_path))
     assert optimizer.momentum == (0.85, 0.875, *[0.9] * 4)
     assert optimizer.weight_decay[-1] == pytest.approx(optimizer.weight_decay[0] / 6)
 
