@@ -137,7 +137,6 @@ class Console:
             self._bar.initial = self._bar.n = self._bar.last_print_n = steps
 
     def advance(self) -> None:
-        """Move the bar by one step."""
         self._on_bar("update")
 
     def show(self, text: str) -> None:

@@ -36,7 +36,6 @@ def unfinished(folder: Path) -> list[Path]:
 
 
 def set_aside(folder: Path) -> list[Path]:
-    """Return the checkpoints that were found damaged and set aside."""
     return [path for path in _folders(folder) if restored(path) != path]
 
 
@@ -73,7 +72,6 @@ def checkpoints_at(path: Path) -> list[Path]:
 
 
 def applied_updates(checkpoint: Path) -> int:
-    """Return the number of applied updates that a checkpoint's name gives."""
     return _number(checkpoint.name)[0]
 
 

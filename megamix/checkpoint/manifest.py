@@ -156,7 +156,6 @@ class Manifest(Record):
 
 
 def manifest_text(manifest: Manifest) -> bytes:
-    """Return the content of the file."""
     body = manifest.model_dump_json(indent=1, by_alias=True).removesuffix("\n}").encode()
     return body + (_CHECKSUM_LINE % zlib.crc32(body)).encode()
 

@@ -105,7 +105,6 @@ def buffer_parts(engine: ShardedEngine) -> list[Part]:
 
 
 def frozen_params(engine: ShardedEngine) -> dict[str, Tensor]:
-    """Return the module's parameters that are not trained."""
     params = by_plain_name(engine.module.named_parameters()).items()
     return {name: param.detach() for name, param in params if not param.requires_grad and param.numel()}
 

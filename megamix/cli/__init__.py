@@ -1,19 +1,19 @@
 """The command line: one file a verb, or a few that are alike. It imports any room, heavy ones inside the functions, and
-no room imports it. Begin with `verbs`.
+no room imports it. Begin with `verbs`. The verbs of each file:
 
 parser      parsers whose errors end with a command that works, and how a verb's errors are told
-config      the verb `config`
-prepare     the verb `prepare`
-train       the verb `train`
-checkpoint  the verb `checkpoint`
-hf          the verbs `import`, `export`, `generate` and `evaluate`
-report      the verbs `plot`, `report` and `status`
-hang        the verb `hang`
-plan        the verb `plan`
-audit       the verb `audit`
-verify      the verb `verify`
-doctor      the verb `doctor`
-bench       the verb `bench`
+config      `config`
+prepare     `prepare`
+train       `train`
+checkpoint  `checkpoint`
+hf          `import`, `export`, `generate` and `evaluate`
+report      `plot`, `report` and `status`
+hang        `hang`
+plan        `plan`
+audit       `audit`
+verify      `verify`
+doctor      `doctor`
+bench       `bench`
 verbs       the table of verbs, and the one that is called
 pretrain    the process of launch/pretrain.sh: it checks a job, then is its launcher
 """

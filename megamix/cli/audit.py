@@ -58,7 +58,6 @@ def _of_script(arguments: argparse.Namespace) -> Iterator[str]:
 
 
 def _page(arguments: argparse.Namespace, report: AuditReport, head: str) -> str:
-    """Return the page of an audit; its last line says which updates were judged."""
     updates = arguments.updates
     looked = f"update {updates}" if updates == 1 else f"update {updates}; those before it for NaN alone"
     page = report.to_json() if arguments.json else f"{head}\n{report}\njudged: {looked}; --updates N goes further"

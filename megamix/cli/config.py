@@ -42,7 +42,6 @@ def run_config(arguments: argparse.Namespace) -> Iterator[str]:
 
 
 def _upgrade(path: Path) -> Iterator[str]:
-    """Write the present keys into a file, in place of old ones."""
     text, _ = read_file(path, f"config: got {path}")
     try:
         new, lines = upgraded_text(text)

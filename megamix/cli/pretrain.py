@@ -64,7 +64,6 @@ def _pretrain(options: list[str], job: list[str], arguments: argparse.Namespace)
 
 
 def _command_line(options: list[str], job: list[str]) -> str:
-    """Return the command that starts the same ranks again."""
     launched = (Path(__file__).parents[2] / "launch/pretrain.sh").is_file()  # in a checkout
     start = ["./launch/pretrain.sh"] if launched else ["python", "-m", "megamix.cli.pretrain", *options, "--"]
     ranks = os.environ["LOCAL_WORLD_SIZE"]

@@ -106,7 +106,6 @@ def _say_interrupted(argv: Sequence[str]) -> int:
 
 
 def _say_error(arguments: argparse.Namespace, error: ConfigError | EndedEarlyError | PluginError) -> int:
-    """Print an error, and return the exit status."""
     # All ranks end early alike. Wrong input may be one rank's own, or be the RANK itself.
     tell = say_on_first_rank if isinstance(error, EndedEarlyError) else say_unless_first_did
     tell = say if getattr(error, "source", "") == "environment" else tell
@@ -145,7 +144,6 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 
 def _overview() -> str:
-    """Return the verbs by task."""
     lines = ["Mixed-precision pretraining."]
     for task, verbs in VERBS_FOR.items():
         lines += ["", f"{task}:", *(f"  {verb.name:<12}{verb.help}" for verb in verbs)]
@@ -167,7 +165,6 @@ def _parser(argv: Sequence[str]) -> Parser:
 
 
 def _learn(verb: Verb, parser: Parser) -> None:
-    """Give the verb's parser its arguments, and the function to run."""
     plugins = "modules to import first, as a,b; a saved run names them"
     parser.add_value("--plugins", "NAMES", lambda names: names.split(",") if names else [], plugins, default=[])
     module = importlib.import_module(f"megamix.cli.{verb.module}")

@@ -85,7 +85,6 @@ def _readable(folder: str, info: ValidationInfo) -> str:
 
 
 def _value_of(key: str, kind: type, *default: object) -> Any:
-    """Return a property: a value of transformers' configuration."""
     return property(lambda self: kind(getattr(self.theirs, key, *default)))
 
 

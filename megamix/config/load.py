@@ -161,7 +161,6 @@ def _merged(layers: Sequence[Layer]) -> Tree:
 
 
 def _errors(tree: Tree) -> list[ErrorDetails]:
-    """Return the values that are unusable by themselves."""
     try:
         Config.model_validate(drop_other_choices(tree)[0])
     except ValidationError as error:

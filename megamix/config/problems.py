@@ -94,7 +94,6 @@ def dropped_line(item: Unread, tree: Mapping[str, Any], source: str) -> str:
 
 
 def _decision(item: Unread, tree: Mapping[str, Any]) -> str:
-    """Return the settings that make a key unread."""
     values = {key: setting(tree, key) for key in item.deciders}
     return " and ".join(f"{key} is not set" if v is None else f"{key} = {short(v)}" for key, v in values.items())
 
@@ -138,7 +137,6 @@ def _explain_unknown(loc: tuple[int | str, ...], value: object, tree: Mapping[st
 
 
 def _homes(tree: Mapping[str, Any]) -> Iterator[str]:
-    """Return the tables of a configuration, as it chooses them."""
     yield from SECTIONS
     for section in SECTIONS:
         for name, field in _fields([section], tree).items():
@@ -202,7 +200,6 @@ def _items(field: FieldInfo, text: str) -> str:
 
 
 def _sentence(text: str) -> str:
-    """Return the first sentence of a field's text in brackets."""
     return f" ({text.partition('. ')[0].rstrip('.')})" if text else ""
 
 

@@ -45,7 +45,6 @@ class Batch(NamedTuple):
         return self.tokens, self.targets, *packed, *dealt
 
     def to(self, device: torch.device) -> "Batch":
-        """Return the batch with its tensors on the device."""
         return Batch._make(x.to(device, non_blocking=True) if isinstance(x, Tensor) else x for x in self)
 
 

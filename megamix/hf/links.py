@@ -82,7 +82,6 @@ def links_of(form: Format, config: DecoderConfig) -> list[Link]:
 
 
 def formats() -> dict[str, Format]:
-    """Return all known formats, by `model_type`."""
     return {form.model_type: form for family in families() for form in family.formats}
 
 

@@ -53,7 +53,6 @@ def special_ids(folder: Path, tokenizer: Path | None) -> dict[str, Any]:
 
 
 def end_ids(ids: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the tokens that end a text."""
     end = ids["eos_token_id"]
     if end is None:
         return ()

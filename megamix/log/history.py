@@ -130,7 +130,6 @@ def _precision(rows: Sequence[dict[str, Any]]) -> dict[str, HeatMap]:
 
 
 def _loads(rows: Sequence[dict[str, Any]]) -> dict[int, HeatMap]:
-    """Return the loads of the last row that holds counts, by the row's step."""
     for row in reversed(rows):
         if found := {tag.removeprefix(_COUNTS): over_mean(each) for tag, each in row.items() if _COUNTS in tag}:
             width = max(map(len, found.values()))

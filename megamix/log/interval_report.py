@@ -145,5 +145,4 @@ class IntervalReport:
         self._clock.enabled = True
 
     def _share(self, span: str) -> float:
-        """Return the share of the last interval's time that was spent in a span."""
         return self.span_s.get(span, 0.0) / self._step_s

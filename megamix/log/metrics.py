@@ -222,7 +222,6 @@ class MetricsWriter:
         self._write(step, row)
 
     def text(self, step: int, name: str, text: str) -> None:
-        """Give a text to the trackers and TensorBoard."""
         for tracker in self._trackers:
             tracker.tell(lambda to: to.text(name, text))
         if self._events is not None:
@@ -234,7 +233,6 @@ class MetricsWriter:
         self._set_aside.sync()
 
     def write_ranks(self, row: Mapping[str, Any]) -> None:
-        """Write the times of all ranks in a log interval."""
         self._ranks.append(_line({TAGS["time"]: round(time.time(), 3), **row}))
 
     def _write(self, step: int, row: Mapping[str, Any]) -> None:
@@ -278,7 +276,6 @@ def _line(row: Mapping[str, Any]) -> bytes:
 
 
 def _as_code(text: str) -> str:
-    """Return Markdown that shows every letter as it is."""
     return "    " + text.replace("\n", "\n    ")
 
 

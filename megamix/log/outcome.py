@@ -30,7 +30,6 @@ _SCALARS = Outcome._fields[:-4]  # fields of a step's result in front of by_piec
 
 
 def _tables(result: StepResult) -> list[Tensor]:
-    """Return what is read of a step's result beside its scalars."""
     recorded = result.recorded
     return [result.by_piece, result.peak_rows, recorded.table, recorded.num_values, *result.tallied.values()]
 

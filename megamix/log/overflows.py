@@ -163,7 +163,6 @@ class OverflowHistory:
         return overflow_words(outcome.loss, self._peaks[-1])
 
     def faults(self) -> dict[str, str | None]:
-        """Return the faults of the last overflow, by parameter."""
         return {peak.name: peak.fault for peak in culprits(self._peaks[-1])}
 
     def spend(self, outcome: Outcome, attempts: int, applied: int) -> None:

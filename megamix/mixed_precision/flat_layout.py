@@ -218,7 +218,6 @@ def build_layout(specs: Sequence[ParamSpec], axis_sizes: Sequence[int], bucket_s
 
 
 def _buckets(specs: Sequence[ParamSpec], num_shards: int, bucket_size: int) -> list[BucketPlan]:
-    """Return the buckets of one axis's parameters."""
     flat = _cut(specs, num_shards, bucket_size, uncut=False)
     matrices = [spec for spec in specs if spec.matrices]
     if not matrices or any(spec.shape != spec.full_shape for spec in matrices):

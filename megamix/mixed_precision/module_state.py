@@ -137,7 +137,6 @@ class Tallies:
             module.connect(counts, progress)
 
     def reset(self) -> None:
-        """Forget what the step has counted."""
         self._counts.zero_()
 
     def take(self) -> Mapping[str, Tensor]:

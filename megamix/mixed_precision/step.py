@@ -201,7 +201,6 @@ class StepProgress(Listener):
         return self._ended or self.micro_batches == self.grad_accum_steps
 
     def reset(self) -> None:
-        """Make the next micro-batch the first of a step."""
         for row in self.recorded_rows.values():
             row.zero_()
         self.micro_batches, self._ended = 0, False

@@ -52,7 +52,6 @@ class Unit:
 
     @property
     def name(self) -> str:
-        """Return the unit's name for a message."""
         first, last = self.members[0].name, self.members[-1].name
         return first if first == last else f"{first} to {last}"
 

@@ -34,7 +34,6 @@ def without_values(model: nn.Module, device: torch.device) -> None:
 
 
 def put_parameter(model: nn.Module, name: str, param: nn.Parameter) -> None:
-    """Set the model's parameter of that name."""
     path, _, attribute = name.rpartition(".")
     setattr(model.get_submodule(path), attribute, param)
 

@@ -406,7 +406,6 @@ def _rope_table(keys: Keys) -> Any:
 
 
 def _rule(rope: Json) -> Any:
-    """Return the name of a table's rule."""
     return rope.get("rope_type", rope.get("type", "default"))
 
 
@@ -454,7 +453,6 @@ def _rope(config: ModelConfig) -> RopeConfig:
 
 
 def _scaling(config: ModelConfig) -> dict[str, Any] | None:
-    """Return the table `rope_scaling`."""
     if (scaling := _rope(config).scaling) is None:
         return None
     values = {key: getattr(scaling, key) for key in _scaling_keys(scaling.rule)}
@@ -488,7 +486,6 @@ def _refuse(json: Json, problems: list[str]) -> None:
 
 
 def _first_set(*values: Any) -> Any:
-    """Return the first value that is not null."""
     return next((value for value in values if value is not None), None)
 
 

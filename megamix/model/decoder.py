@@ -92,7 +92,6 @@ class Decoder(LanguageModel):
         raise NotImplementedError
 
     def token_embedding(self) -> Embedding:
-        """Build the table of tokens."""
         return Embedding(
             self.config.vocab_size, self.config.hidden_size, self.ops, std=self.config.init_std, divided=True
         )
@@ -112,7 +111,6 @@ class Decoder(LanguageModel):
         return takes_borders(x, self.head_dim())
 
     def last_norm(self) -> nn.Module:
-        """Build the norm before the head."""
         return RMSNorm(self.config.hidden_size, 1e-5, self.ops)
 
     @classmethod

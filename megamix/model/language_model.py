@@ -89,7 +89,6 @@ class LanguageModel(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Return the device of the parameters."""
         return next(self.parameters()).device
 
     def check_length(self, num_positions: int) -> None:

@@ -131,7 +131,6 @@ class Ops:
         return torch.float32 if self._computes_wide(x) else x.dtype
 
     def embedding(self, tokens: Tensor, weight: Tensor) -> Tensor:
-        """Return the tokens' rows."""
         return self.look_up(self, tokens, weight)
 
     def whole_embedding(self, tokens: Tensor, weight: Tensor) -> Tensor:

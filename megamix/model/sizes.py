@@ -134,7 +134,6 @@ def expert_params(config: ModelConfig) -> int:
 
 
 def _num_matrices(config: ModelConfig) -> int:
-    """Return the matrices of a feed-forward part."""
     return 3 if is_gated(config.activation) else 2
 
 

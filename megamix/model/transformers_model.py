@@ -282,7 +282,6 @@ def _built(config_json: str, dtype: torch.dtype = torch.float32) -> Any:
 
 
 def _told(error: Exception) -> str:
-    """Return an error of transformers as one line."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:400]
 
 

@@ -78,12 +78,10 @@ class Border:
         return self.tp.sum_whole(x.reshape(-1)).view(x.shape)
 
     def _sum_positions(self, x: Tensor) -> Tensor:
-        """Return this rank's positions of the ranks' sum."""
         parts = torch.stack(x.chunk(self.tp.axis.size, SEQUENCE))
         return self.tp.sum_parts(parts.view(self.tp.axis.size, -1)).view(parts.shape[1:])
 
     def _gather(self, x: Tensor, dim: int = SEQUENCE) -> Tensor:
-        """Return the ranks' tensors, concatenated along `dim`."""
         parts = self.tp.gather(x.reshape(-1)).view(self.tp.axis.size, *x.shape)
         return torch.cat(parts.unbind(), dim)
 

@@ -57,7 +57,6 @@ def plan_stages(
 
 
 def _cut(costs: Costs, num_stages: int) -> Iterator[tuple[range, int, int]]:
-    """Yield the blocks of each stage, their operations and their parameters."""
     num_blocks = len(costs.blocks)
     flops, params = [block.flops for block in costs.blocks], [block.params for block in costs.blocks]
     params[0] += costs.first.params

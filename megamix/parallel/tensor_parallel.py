@@ -51,7 +51,6 @@ def place_params(model: LanguageModel, topology: Topology, *, sequence_parallel:
 
 
 def _num_blocks(rule: ParamRule, topology: Topology) -> int:
-    """Return the number of equal blocks into which ranks divide a parameter."""
     return 1 if rule.divided is None else topology.along(rule.along).size
 
 

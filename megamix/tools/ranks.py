@@ -179,7 +179,6 @@ class RankPool:
 
 
 def num_cards() -> int:
-    """Return how many GPUs torch can use."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 

@@ -154,13 +154,11 @@ class BatchPlan:
         return attempt
 
     def next_new(self) -> Samples:
-        """Return the next batch that has never been tried."""
         left_over = cut(self._left_over, 0, self.global_batch_size)
         missing = self.global_batch_size - num_samples(left_over)
         return (*left_over, range(self._cursor, self._cursor + missing)) if missing else left_over
 
     def oldest(self) -> Attempt:
-        """Return the attempt whose outcome comes next."""
         return self._in_flight[0]
 
     def settle(self, found_inf: bool, loss_scale: float) -> Fate:

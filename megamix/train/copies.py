@@ -40,7 +40,6 @@ class Copier:
         self._thread.start()
 
     def wake(self) -> None:
-        """Look for new checkpoints now."""
         self._wake.set()
 
     def close(self) -> None:
@@ -68,7 +67,6 @@ class Copier:
                 self._wake.clear()
 
     def _take_all(self) -> None:
-        """Take what is left, until a failure."""
         try:
             while left := [path for path in checkpoints(self._folder) if path.name not in self._ended]:
                 self.taking = path = left[0]
@@ -134,7 +132,6 @@ class ToFolder:
 
 
 def _by_command(command: tuple[str, ...], path: Path) -> str:
-    """Have a program of the user's take a checkpoint."""
     words = [word.replace("{path}", str(path)).replace("{name}", path.name) for word in command]
     done = subprocess.run(
         words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, errors="replace"

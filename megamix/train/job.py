@@ -171,7 +171,6 @@ def _set_torch(seed: int, *, deterministic: bool) -> None:
 
 
 def _describe(engine: ShardedEngine, numel: int, pace: Pace) -> str:
-    """Return two lines that say what runs where, so that a log explains itself."""
     topology, device, plan = engine.topology, engine.device, engine.plan
     machine = "CPU, Gloo"
     if device.type == "cuda":

@@ -27,7 +27,6 @@ class JobSize:
         self._replicas, self._optimizer = config.parallelism.replicas, config.optimizer.name
 
     def lines(self) -> list[str]:
-        """Return the lines, each with one fact."""
         held, limit, what = self._memory_here()
         params, need = self._least.params, amount(sum(held.values()))
         memory = f"{need} a rank between steps, more within one; each may take {amount(limit)} ({what})"

@@ -83,7 +83,6 @@ class Judge:
         return manifest
 
     def _shorter(self, path: Path, applied: int) -> str:
-        """Return why a run that is shorter than its checkpoint does not go on."""
         training, pace = self._config.training, self._config.pace
         name, got, least = "steps", f"{pace.steps}", applied
         if pace.in_tokens:

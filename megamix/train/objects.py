@@ -63,7 +63,6 @@ def build_optimizer(config: Config) -> Optimizer:
 
 
 def _scheduled(section: OptimizerConfig, keys: Mapping[str, Any], steps: int) -> dict[str, Any]:
-    """Return the settings that have a schedule, by update."""
     numbers = {**keys, **dict(zip(("beta1", "beta2"), keys.get("betas", ()), strict=False))}
     found = {
         name: schedules.setting(numbers[name], steps, **_given(schedule))

@@ -22,7 +22,6 @@ def own_code(plugins: Sequence[str]) -> dict[str, str]:
 
 
 def version(package: str) -> str:
-    """Return the version of an installed package."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:  # a checkout that is not installed

@@ -163,7 +163,6 @@ def _disagreement(name: str, by_rank: Sequence[Numbers]) -> str:
 
 
 def _who_holds_what(what: str, by_rank: Sequence[float]) -> str:
-    """Return the ranks by their value."""
     groups = defaultdict[str, list[int]](list)
     for rank, value in enumerate(by_rank):
         groups[repr(value)].append(rank)

@@ -110,7 +110,6 @@ def _other_data(
 
 
 def _has_biases(keys: Mapping[str, Any]) -> bool:
-    """Return whether routers have biases that balance their experts."""
     experts = keys.get("model.experts")
     return isinstance(experts, dict) and bool(experts.get("bias_rate"))
 
@@ -152,7 +151,6 @@ def _mixtures(values: Mapping[str, Any], cursor: int) -> list[tuple[int, Any]]:
 
 
 def _with_shares(sources: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return sources whose weights are whole-number shares, on one scale."""
     weights = [source.get("weight") for source in sources]
     whole = weights if None in weights and len(weights) > 1 else whole_weights([weight or 1.0 for weight in weights])
     return [source | {"weight": share} for source, share in zip(sources, whole, strict=True)]

@@ -138,7 +138,6 @@ class Run:
         return Position(0, "the start", 0, self._drawn_bytes + loaded)
 
     def _tell_ended(self, **values: Any) -> None:
-        """Tell the user's program, if there is one, how the run ended."""
         if self._alert:
             send(self._alert, self.folder, "end", update=self._reached().step, **values)
 

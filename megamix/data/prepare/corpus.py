@@ -150,7 +150,6 @@ def _files(root: Path, names: Iterable[str]) -> tuple[CorpusFile, ...]:
 
 
 def _kind_of(path: Path) -> str:
-    """Return a file's kind, by the first ending that fits."""
     kinds = FILE_KINDS | {suffix: suffix for suffix in READERS.registered}
     name = path.name.lower()
     return next((kind for ending, kind in kinds.items() if name.endswith(ending.lower())), "text")

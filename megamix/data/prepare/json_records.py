@@ -77,7 +77,6 @@ def elements(path: str, stretch: Stretch) -> Iterator[tuple[bytes, int]]:
 
 
 def _parse(content: bytes, text_key: str) -> Record:
-    """Return the record of a part; None for white space."""
     if len(content) > _LONGEST_RECORD:
         return BadRecord(f"a record longer than {_LONGEST_RECORD} bytes; cut it into several")
     if not content.strip():

@@ -114,7 +114,6 @@ def encode_piece(job: EncodingJob, piece: CorpusPiece, number: int) -> PieceRepo
 def _encoded(
     job: EncodingJob, documents: Iterator[DocumentInPart]
 ) -> Iterator[tuple[DocumentInPart, NDArray[np.integer]]]:
-    """Yield the documents without their texts, each with its token ids."""
     tokenizer = opened_tokenizer(job)
     dtype = token_dtype(tokenizer.vocab_size)
     for batch in grouped(documents, lambda document: len(document.text) + _MORE_CHARACTERS, _BATCH_CHARACTERS):

@@ -79,7 +79,6 @@ class Prepared(NamedTuple):
     manifest: dict[str, Any]
 
     def summary(self) -> str:
-        """Return one line for the console."""
         noted = self.manifest
         counts = [
             f"{name} {counted(part['num_documents'], 'document')}, {part['num_tokens']:,} tokens"

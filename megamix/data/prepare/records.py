@@ -70,7 +70,6 @@ _TYPES = {bool: "true or false", list: "a list", dict: "an object"}
 
 
 def read_text(path: str, text_key: str, stretch: Stretch) -> Records:
-    """Yield the file as one document."""
     try:
         with open_plain(path) as file:
             record = decoded(file.read(LONGEST_DOCUMENT + 1).removeprefix(BOM))

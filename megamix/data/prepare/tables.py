@@ -26,7 +26,6 @@ def table_fault(path: str, kind: str) -> str:
 
 
 def cut_parquet(path: str) -> list[Stretch]:
-    """Return the row groups."""
     metadata = _import_pyarrow(path).parquet.read_metadata(path)
     stretches, num_rows = [], 0
     for number in range(metadata.num_row_groups):

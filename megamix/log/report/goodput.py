@@ -39,7 +39,6 @@ class OneStart(NamedTuple):
 
     @property
     def ended(self) -> str:
-        """Return its state as people say it."""
         return {"preempted": "stopped on request"}.get(self.state, self.state.replace("_", " "))
 
 

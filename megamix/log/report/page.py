@@ -141,7 +141,6 @@ def _buckets(goodput: Goodput) -> str:
 
 
 def _stops(goodput: Goodput) -> str:
-    """Return the causes by their number, and the last starts."""
     stopped = [one for one in goodput.starts if one.state not in ("finished", "running")]
     causes = Counter(one.ended for one in stopped).most_common()
     told = ", ".join(

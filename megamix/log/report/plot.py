@@ -113,7 +113,6 @@ def _label(axes: Axes, title: str, y: str = "", x: str = "step") -> None:
 
 
 def _curves(runs: Mapping[str, RunHistory], rows: int, curves: Sequence[str]) -> Figure:
-    """Return curves of runs by name: one colour for each run."""
     figure, panels = _panels(2.0 * rows, rows, len(curves) // rows)
     for axes, curve in zip(panels, curves, strict=True):
         _draw(axes, curve, runs)

@@ -114,7 +114,6 @@ class BucketMatrices:
     homes: list[int]
 
     def of(self, rank: int) -> list[Matrix]:
-        """Return the matrices that a rank computes with."""
         return [matrix for matrix, home in zip(self.matrices, self.homes, strict=True) if home == rank]
 
     @property

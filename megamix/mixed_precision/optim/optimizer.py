@@ -202,7 +202,6 @@ class Optimizer:
                 yield f"the optimizer's group {pattern!r} matches no parameter of the model"
 
     def warn_of_doubts(self, model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Log the lines of `doubts`."""
         for line in self.doubts(model, shapes):
             log.warning("%s", line)
 
@@ -304,7 +303,6 @@ class GroupScalars:
         self._made = list[UpdateScalars]()
 
     def of(self, step: StepScalars) -> list[UpdateScalars]:
-        """Return each group's scalars."""
         if self._update is not step.update:
             self._update = step.update
             number = step.update.double()

@@ -71,7 +71,6 @@ class ParamFacts:
         return _NUMBER.sub("*", self.name)
 
     def count(self, **more: Tensor | float) -> None:
-        """Add to the counts."""
         self.counts |= {name: self.counts.get(name, 0.0) + float(value) for name, value in more.items()}
 
     def note_largest(self, **values: Tensor | float) -> None:

@@ -47,7 +47,6 @@ def make_rows(facts: Collection[ParamFacts]) -> list[ParamFacts]:
 
 
 def _cells(row: ParamFacts) -> list[str]:
-    """Return a row's cells, without its name."""
     about = "" if row.zeroed_is_exact or not row.zeroed else "~"
     numbers = row.lost, row.zeroed, row.headroom, row.update_to_weight, row.at_largest, row.at_zero
     forms = "{:.1%}", about + "{:.1%}", "{:.1f}", "{:.1e}", "{:.1%}", "{:.1%}"

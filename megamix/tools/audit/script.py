@@ -86,7 +86,6 @@ def _notes(folder: Path, kind: str) -> list[Note]:
 
 
 def _why_not(ends: Sequence[Note], status: int, updates: int) -> str:
-    """Say why a command has ended without an audit."""
     if status:
         return f"the command ended with status {status} before its update {updates}; its own message is above"
     if not ends:
@@ -105,7 +104,6 @@ def _why_not(ends: Sequence[Note], status: int, updates: int) -> str:
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
-    """End the command and what it has started."""
     if child.poll() is None:
         os.killpg(child.pid, signal.SIGTERM)
         with suppress(subprocess.TimeoutExpired):

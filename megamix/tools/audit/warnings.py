@@ -95,7 +95,6 @@ def _not_finite(notes: Sequence[Note]) -> Iterator[AuditWarning]:
 
 
 def _rules(row: ParamFacts, ranks: int, scaled: bool) -> Iterator[tuple[str, float]]:
-    """Yield the rules that a row breaks, and how badly."""
     if row.lost is not None and row.dtypes["master"] in HALVES:
         yield "no master", row.lost
     elif row.lost is not None and row.lost > MOST_LOST:

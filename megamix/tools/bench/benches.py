@@ -80,7 +80,6 @@ def _settings(name: str, cards: int, size: str | None) -> Settings:
 
 
 def report(benches: Mapping[str, tuple[Bench, Settings]], output: Path, *, as_json: bool = False) -> None:
-    """Run benches with their settings, by name."""
     for name, (bench, settings) in benches.items():
 
         def tell(name: str = name, **figures: Any) -> None:

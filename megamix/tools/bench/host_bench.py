@@ -112,7 +112,6 @@ class HostRank:
 
 
 def _graphs() -> int:
-    """Return how many graphs this process has compiled."""
     compiler: Any = sys.modules.get("torch._dynamo.utils")
     return 0 if compiler is None else compiler.counters["stats"]["unique_graphs"]
 

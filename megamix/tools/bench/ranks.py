@@ -80,7 +80,6 @@ class Settings:
     tell: Callable[..., object] = field(default=dict, compare=False)  # told the figures of each round at once
 
     def described(self) -> dict[str, Any]:
-        """Return the settings for the line of JSON."""
         model = self.work.model
         of_all = {"rounds": self.rounds, "ranks": self.ranks, "threads": 1, "parameters": parameter_count(model)}
         return asdict(self.work) | of_all | {"model": model.model_dump(), "dtype": str(self.work.half)}
@@ -165,7 +164,6 @@ class TrainRank:
         )
 
     def losses(self, steps: int) -> list[float]:
-        """Take steps and return this rank's loss of each."""
         losses = [self._train_step().item() for _ in range(steps)]
         self.engine.finish()
         return losses
@@ -197,7 +195,6 @@ class TrainRank:
 
 
 def ranks_of(side: Side, settings: Settings) -> RankPool:
-    """Return the ranks on which a side trains."""
     actor, device = partial(TrainRank, side, settings.work), settings.work.device
     return start_ranks(side.name, actor, world_size=settings.ranks, device=device)
 

@@ -33,7 +33,6 @@ class Finding:
     fix: str = ""
 
     def lines(self) -> Iterator[str]:
-        """Yield the finding's lines on the page."""
         told = f" (expected: {self.expected})" if self.expected else ""
         yield f"{_MARKS[self.verdict]:<7}{self.check:<15} {self.seen}{told}"
         if self.fix:
@@ -42,7 +41,6 @@ class Finding:
 
 @functools.cache
 def expected() -> dict[str, Any]:
-    """Return the content of expected.toml."""
     return tomllib.loads(Path(__file__).with_name("expected.toml").read_text())
 
 
@@ -57,7 +55,6 @@ def found(check: str, seen: str, wrong: bool, of: str = "", **words: object) -> 
 
 
 def not_here(check: str, reason: str) -> Finding:
-    """Return the finding of a check that does not apply."""
     return Finding(check, "", f"does not apply: {reason}", "", "does not apply")
 
 

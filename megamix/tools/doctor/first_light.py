@@ -92,14 +92,12 @@ class LightResults:
             return [*filter(None, map(parsed, (self.folder / RESULTS).read_bytes().splitlines()))]
 
     def add(self, part: str, row: Mapping[str, Any]) -> None:
-        """Keep a row at once."""
         text = json.dumps({"at_s": round(time.monotonic() - self._begun_s, 1), "part": part, **row})
         text = _PATH.sub("", self._own.sub("...", text))
         with self._lock, (self.folder / RESULTS).open("a") as file:
             file.write(text + "\n")
 
     def write_page(self) -> str:
-        """Write the page of the rows so far, and return it."""
         text = "\n".join(page(self._rows())) + "\n"
         (self.folder / PAGE).write_text(text)
         return text

@@ -60,7 +60,6 @@ def precision() -> dict[str, Any]:
 
 
 def _losses(side: Engine, work: Work, steps: int) -> list[float]:
-    """Train, and return the losses."""
     step = make_step(side, work)
     return [float(step()) for _ in range(steps)]
 

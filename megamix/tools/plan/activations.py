@@ -103,7 +103,6 @@ class TracedWork:
         return part
 
     def _in_fp8(self) -> dict[int, list[str]]:
-        """Return the names of the layers with products in FP8 within each block."""
         names = defaultdict[int, list[str]](list)
         for name in fp8_names(family_of(self.model), self.model, self.fp8) if self.fp8 is not None else ():
             _, layer, part = name.split(".", 2)
@@ -217,7 +216,6 @@ class Meter:
         self.peak()
 
     def live(self) -> int:
-        """Return the bytes that live now."""
         return self._tracker.live_bytes - self._base
 
     def peak(self) -> int:
@@ -247,7 +245,6 @@ def watch_backward(part: nn.Module, first_block: nn.Module, blocks_are_done: Cal
 def _trace_halves(
     stage: Stage, run: Callable[[], Tensor], x: Tensor, grads: list[Tensor] | None, meter: Meter, found: StageMemory
 ) -> None:
-    """Trace a backward in halves, by the functions that torch's stages call."""
     from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
     out = run()

@@ -94,7 +94,6 @@ def _changed(job: Config, section: str, keys: Keys) -> Config | None:
 
 
 def _words(job: Config, section: str, keys: Keys) -> str:
-    """Return the keys that differ from the job's, as settings are written."""
     before = getattr(job, section)
     changed = {key: it for key, it in keys.items() if it != getattr(before, key)}
     return ", ".join(f"{section}.{key}{_text(it)}" for key, it in changed.items())

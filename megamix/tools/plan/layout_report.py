@@ -105,7 +105,6 @@ def fastest(search: LayoutSearch, gpus: int, wanted: int) -> Iterator[tuple[Time
 
 
 def _problems(layout: TimedLayout) -> list[str]:
-    """Return why a start would refuse a layout."""
     return [*check_config(layout.config), *check_world_size(layout.config, layout.job.gpus)]
 
 

@@ -129,7 +129,6 @@ def _pipelines(size: int) -> list[PipelineConfig | None]:
 
 
 def mesh_text(config: Config) -> str:
-    """Return a layout in words."""
     ranks, model = config.parallelism, config.model
     sizes = {"dp": ranks.dp_size or 1, **axis_sizes(ranks), "ep": ranks_along(ranks, "ep")}
     mesh = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "1 rank"

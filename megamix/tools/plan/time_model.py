@@ -85,7 +85,6 @@ class Passes(NamedTuple):
 
 
 def step_time(job: TimedJob, hardware: Hardware, constants: TimeConstants) -> StepTime:
-    """Return the time of a step of `job`."""
     return _Step(job, hardware, constants).time()
 
 

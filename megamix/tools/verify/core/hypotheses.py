@@ -338,7 +338,6 @@ class RightStep:
         return {places[0][0]: {name: grads[name] for name, *_ in places} for places in shared}
 
     def _places(self, name: str, found: Tensor) -> Candidates:
-        """Yield the right numbers in wrong places."""
         whole = self.whole[name]
         for other, grad in self.whole.items():
             if grad.shape == whole.shape:

@@ -48,5 +48,4 @@ def result_lines(name: str, where: str, verdict: Verdict, bisect: bool = False) 
 
 
 def row(*cells: str) -> str:
-    """Return the cells in columns of equal width."""
     return f"{cells[0]:<14}" + "".join(f"{cell:>10}" for cell in cells[1:-1]) + f"  {cells[-1]}".rstrip()

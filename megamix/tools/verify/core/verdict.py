@@ -112,12 +112,10 @@ class Verdict:
 
 
 def max_abs(x: Tensor) -> float:
-    """Return the largest magnitude of the elements."""
     return float(x.abs().max())
 
 
 def norm_of(grads: Tensors) -> float:
-    """Return the norm of all gradients, FP64."""
     return math.sqrt(sum(float(grad.square().sum()) for grad in grads.values()))
 
 

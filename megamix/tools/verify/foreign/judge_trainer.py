@@ -175,7 +175,6 @@ class _Judge:
         return after
 
     def _samples(self, by_rank: Sequence[Sequence[Any]]) -> None:
-        """Check that no micro-batch of a step is there twice."""
         every = [(f"micro-batch {at} of rank {rank}", moved(batch))
                  for rank, mine in enumerate(by_rank) for at, batch in enumerate(mine)]  # fmt: skip
         for (other, theirs), (where, batch) in combinations(every, 2):

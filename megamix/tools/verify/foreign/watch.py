@@ -47,7 +47,6 @@ class SeenStep:
 
     @property
     def kept(self) -> ByState:
-        """Return weights and states, by their kind and parameter."""
         return {("weight", name): weight for name, weight in self.weights.items()} | self.states
 
     @property

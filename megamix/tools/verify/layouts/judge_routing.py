@@ -20,7 +20,6 @@ ByRank = Sequence[Sequence[Choices]]  # those of each micro-batch of each data-p
 
 
 def tallies(model: nn.Module) -> dict[str, Tally]:
-    """Return a model's tallies by the names of their values."""
     return {f"{name}.value": module for name, module in model.named_modules() if isinstance(module, Tally)}
 
 

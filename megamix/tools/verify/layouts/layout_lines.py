@@ -65,7 +65,6 @@ def _by_products(name: str, config: Config) -> dict[str, Config]:
 
 
 def verify_layout(config: Config, layout: Layout, pool: RankPool, bisect: bool = False) -> Verdict:
-    """Run one layout on its ranks and judge it."""
     # Other units would drop out in one process, and bounds that allow for that would hide every mistake.
     here = layout.apply(config)
     if here.model.dropout:

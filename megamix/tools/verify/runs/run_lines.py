@@ -136,7 +136,6 @@ def first_difference(pairs: Iterable[tuple[str, Facts, Facts]]) -> list[str]:
 
 
 def _attempts(one: WatchedRun, other: WatchedRun, one_layout: bool) -> Iterator[tuple[str, Facts, Facts]]:
-    """Yield the start and each attempt of two runs."""
     starts = one.starts[0][:1] + one.attempts, other.starts[0][:1] + other.attempts
     for want, got in zip_longest(*starts, fillvalue=()):
         yield f"after {(want or got)[0].when}", _facts(want, one_layout), _facts(got, one_layout)
