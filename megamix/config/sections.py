@@ -95,7 +95,8 @@ class TrainingConfig(Section):
     """Length and batches of the run."""
 
     steps: Annotated[PositiveInt, Field(examples=[1000])]
-    """Applied updates, each over one global batch; attempts that overflow do not count. Not read with tokens."""
+    """Applied updates, each over one global batch; attempts that overflow do not count. Neither required nor read
+    if tokens is set."""
     tokens: Annotated[NonNegativeInt, Field(examples=[20_000_000_000])] = 0
     """In place of steps: tokens that the run's updates must reach. 0: none."""
     micro_batch_size: Annotated[PositiveInt, Field(examples=[8])]

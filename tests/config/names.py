@@ -9,7 +9,7 @@ from pathlib import Path
 from megamix.config.other_trainers import names
 
 PAGE = Path(__file__).parents[2] / "docs" / "coming_from.md"
-HEADER = "| here | elsewhere |\n|---|---|\n"
+HEADER = "| elsewhere | here |\n|---|---|\n"
 
 
 def last_name(name):
@@ -18,7 +18,7 @@ def last_name(name):
 
 
 def table(above):
-    """Return the table's text: a row for each key of ours, then one for each that has no equal here.
+    """Return the table's text: a row for each key of ours, then one for each text on names that have no equal here.
 
     `above`: the page up to the table, whose tables have names of their own.
     """
@@ -31,7 +31,7 @@ def table(above):
     for name, instead in names()["instead"].items():
         theirs[instead].append(name)
     rest = {here: [f"`{name}`" for name in them if name not in told] for here, them in theirs.items()}
-    return HEADER + "".join(f"| {here} | {', '.join(them)} |\n" for here, them in rest.items() if them)
+    return HEADER + "".join(f"| {', '.join(them)} | {here} |\n" for here, them in rest.items() if them)
 
 
 def with_table(page):

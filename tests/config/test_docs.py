@@ -33,7 +33,7 @@ def is_key(name):
     return section is not None and last in section.model_fields
 
 
-KEY_HERE = re.compile(rf"\b(?:{'|'.join(SECTIONS)})(?:\.[a-z_]+)+")
+KEY_HERE = re.compile(rf"\b(?:{'|'.join(SECTIONS)})(?:\.[a-z_0-9]+)+")
 
 
 def test_a_hint_names_keys_that_exist():

@@ -7,28 +7,18 @@ from pathlib import Path
 from megamix.cli.verbs import main
 from megamix.plugins import FAMILIES
 
-PAGE = (Path(__file__).parents[2] / "docs/own_model.md").read_text(encoding="utf-8")
-REST = """
-[data]
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/own_model.md").read_text(encoding="utf-8")
+BASE = (ROOT / "configs/base.toml").read_text(encoding="utf-8")
+DATA = """[data]
 train = [{ markov = 4 }]
-
-[optimizer]
-lr = 1e-2
-compile = false
-
-[training]
-steps = 20
-micro_batch_size = 2
-global_batch_size = 2
-
-[metrics]
-log_interval = 1
-tensorboard = false
-
-[checkpoint]
-folder = "run"
+valid = [{ markov = 4 }]
 """
-SMALL = ["model.vocab_size=64", "model.seq_len=16", "model.hidden_size=24", "model.num_layers=2"]
+SMALL = [
+    "model.vocab_size=64", "model.seq_len=16", "model.hidden_size=24", "model.num_layers=2",
+    "optimizer.compile=false", "training.steps=20", "lr_schedule.warmup_steps=2", "training.micro_batch_size=2",
+    "training.global_batch_size=2", "metrics.log_interval=1", "metrics.tensorboard=false",
+]  # fmt: skip
 
 
 def block(language):
@@ -38,7 +28,10 @@ def block(language):
 def test_the_family_of_the_page_trains(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("my_family.py").write_text(block("python"), encoding="utf-8")
-    Path("job.toml").write_text(block("toml") + REST, encoding="utf-8")
+    Path("job.toml").write_text(block("toml"), encoding="utf-8")
+    Path("configs").mkdir()
+    without_files = re.sub(r"^\[data\]\n.*?\n\n", f"{DATA}\n", BASE, flags=re.MULTILINE | re.DOTALL)
+    Path("configs/base.toml").write_text(without_files, encoding="utf-8")
     try:
         assert main(["train", "job.toml", "--check"]) == 0
         assert "no problems" in capsys.readouterr().out
