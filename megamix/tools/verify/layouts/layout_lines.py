@@ -52,7 +52,7 @@ def verify_lines(
     finally:
         for pool in pools.values():
             pool.close()
-    yield "numbers are the largest error as a share of its bound (docs/parallelism.md); 1 is too much"
+    yield "numbers are the largest error as a share of its bound (docs/verify_reference.md); 1 is too much"
 
 
 def _by_products(name: str, config: Config) -> dict[str, Config]:
