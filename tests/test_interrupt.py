@@ -64,8 +64,8 @@ def test_a_verb_says_what_is_left(verb, capsys):
         "report": ["a"], "status": ["a"], "checkpoint": ["ls", "a"], "config": ["--schema"], "hang": ["a"],
     }  # fmt: skip
     assert main([verb.name, *needed.get(verb.name, [])], _raise_other) == 130
-    assert capsys.readouterr().err == f"megamix {verb.name}: interrupted: {verb.left}\n"
-    assert "the same command" in verb.left
+    assert capsys.readouterr().err == f"megamix {verb.name}: interrupted: {verb.on_interrupt}\n"
+    assert "the same command" in verb.on_interrupt
 
 
 def test_an_error_without_an_interruption_is_none():

@@ -101,7 +101,7 @@ def test_imports_go_from_a_higher_layer_to_a_lower_one_and_in_no_circle():
 
 
 # What takes a whole configuration apart, beside `config` itself, the tools and the verbs.
-TAKE_APART = "build check corpus engine job job_size judge main ranks_agree"
+TAKE_APART = "check engine job job_size judge main objects ranks_agree"
 
 
 def test_a_configuration_is_taken_apart_by_the_job_and_a_job_by_nobody_else():

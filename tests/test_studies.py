@@ -155,8 +155,8 @@ def test_every_loss_scale_that_can_train_reaches_the_loss_of_fp32(shows, monkeyp
         other_data = name in ("FP32, another seed", "dynamic, skip")
         assert abs(loss - reference) < (0.1 if other_data else 0.005), name
     for name, run in runs.items():
-        fate = overflow.Fate.LOST if run.on_overflow == "skip" else overflow.Fate.REQUEUED
-        assert run.fates == dict.fromkeys(overflow.Fate, 0) | {fate: run.overflowed}, name
+        fate = overflow.StepOutcome.LOST if run.on_overflow == "skip" else overflow.StepOutcome.REQUEUED
+        assert run.fates == dict.fromkeys(overflow.StepOutcome, 0) | {fate: run.overflowed}, name
     shows(overflow, findings)
 
 

@@ -20,7 +20,7 @@ from megamix.config import Config, load_config
 from megamix.log.history import RunHistory, read_history
 from megamix.log.overflows import GaveUpError
 from megamix.model.family import parameter_count
-from megamix.train.batch_plan import Fate
+from megamix.train.batch_plan import StepOutcome
 from megamix.train.main import run_job
 
 SETTINGS = (
@@ -62,7 +62,7 @@ RUNS = {
 class Run(NamedTuple):
     history: RunHistory
     on_overflow: str
-    fates: dict[Fate, int]  # of the attempts that overflowed
+    fates: dict[StepOutcome, int]  # of the attempts that overflowed
 
     @property
     def applied(self) -> int:
@@ -107,9 +107,9 @@ def train(config: Config) -> Run:
     with contextlib.redirect_stdout(io.StringIO()) as log, contextlib.suppress(GaveUpError):
         run_job(config)
     # An overflow has a line, which says what becomes of its batch; those of the search for the first scale share one.
-    fates = {fate: log.getvalue().count(f" {fate.value} | overflows ") for fate in Fate}
+    fates = {fate: log.getvalue().count(f" {fate.value} | overflows ") for fate in StepOutcome}
     searches = re.findall(r"^loss scale: .* in (\d+) tr", log.getvalue(), flags=re.MULTILINE)
-    fates[Fate.REQUEUED] += sum(map(int, searches))
+    fates[StepOutcome.REQUEUED] += sum(map(int, searches))
     return Run(read_history(Path(config.checkpoint.folder)), config.precision.on_overflow, fates)
 
 
@@ -123,9 +123,9 @@ def text(findings: Findings) -> str:
             *([f"{losses[-1]:.3f}", f"{losses[-1] - reference:+.3f}"] if losses else ["gave up", ""]),
             f"{run.applied + run.overflowed}",
             f"{run.overflowed}",
-            f"{run.fates[Fate.LOST]}",
-            *(f"{run.fates[Fate.REQUEUED] if run.on_overflow == way else 0}" for way in ("requeue", "redo")),
-            f"{run.fates[Fate.SET_ASIDE]}",
+            f"{run.fates[StepOutcome.LOST]}",
+            *(f"{run.fates[StepOutcome.REQUEUED] if run.on_overflow == way else 0}" for way in ("requeue", "redo")),
+            f"{run.fates[StepOutcome.SET_ASIDE]}",
             f"2^{math.log2(scales[-1]):.0f}" if scales else "",
         ])  # fmt: skip
     columns = [

@@ -26,7 +26,7 @@ from megamix.base.processes import children_of
 from megamix.cli import train, verbs
 from megamix.config import ConfigError
 from megamix.launch.exit_status import EXIT_STATUS
-from megamix.launch.run_folder import what_is_kept
+from megamix.launch.run_folder import describe_failure
 from megamix.launch.torchrun import start_ranks
 
 _SETTINGS = ("NPROC_PER_NODE", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -59,7 +59,7 @@ def _pretrain(options: list[str], job: list[str], arguments: argparse.Namespace)
     if status == PREEMPTED:
         say(f"megamix: interrupted; to go on, repeat the command: {_command_line(options, job)}", sys.stderr)
     elif status == EXIT_STATUS["failed"]:
-        say(f"megamix: failed; {what_is_kept(config.checkpoint)}: {_command_line(options, job)}", sys.stderr)
+        say(f"megamix: failed; {describe_failure(config.checkpoint)}: {_command_line(options, job)}", sys.stderr)
     return status
 
 

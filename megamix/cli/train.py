@@ -87,7 +87,7 @@ def outlook_of(arguments: argparse.Namespace, config: Config, tell: Callable[[st
     """
     from megamix.train.check import check
     from megamix.train.job_size import JobSize
-    from megamix.train.judge import outlook
+    from megamix.train.judge import describe_start
 
     told = check(config, tell)
     if arguments.check:
@@ -95,7 +95,7 @@ def outlook_of(arguments: argparse.Namespace, config: Config, tell: Callable[[st
         size = JobSize(config)
         for problem in filter(None, (size.memory_problem(), size.disk_problem(), compiler_problem(config.model))):
             tell(f"note: {problem}")  # the job may run on another machine than the check
-    told = f"{told}; {outlook(config)}"
+    told = f"{told}; {describe_start(config)}"
     if arguments.check:
         more = [_of_transformers(config.model)] if config.model.family == "transformers" else []
         told = "\n  ".join([told, *size.lines(), *more])

@@ -19,13 +19,13 @@ _NOTHING = "nothing was written; the same command starts anew"
 class Verb(NamedTuple):
     """A verb: `megamix/cli/MODULE.py` has its `NAME_arguments(parser)` and its `run_NAME(arguments)`.
 
-    `left`: what there is after a Ctrl-C, and what the same command does then.
+    `on_interrupt`: what there is after a Ctrl-C, and what the same command does then.
     """
 
     name: str
     module: str
     help: str
-    left: str = _NOTHING
+    on_interrupt: str = _NOTHING
 
 
 # By task, as the help lists them.
@@ -101,7 +101,7 @@ def main(argv: Sequence[str] | None = None, run: Callable[[argparse.Namespace], 
 def _say_interrupted(argv: Sequence[str]) -> int:
     verb = next(verb for verb in VERBS if verb.name in argv)
     line_of_its_own = "\n" if sys.stderr.isatty() else ""  # after the ^C that the terminal shows
-    say_on_first_rank(f"{line_of_its_own}megamix {verb.name}: interrupted: {verb.left}", sys.stderr)
+    say_on_first_rank(f"{line_of_its_own}megamix {verb.name}: interrupted: {verb.on_interrupt}", sys.stderr)
     return INTERRUPTED
 
 

@@ -34,7 +34,7 @@ def checkpoint_words(section: CheckpointConfig, steps: int) -> str:
     return f"checkpoints: {'; '.join(told)}" if told else ""
 
 
-def what_is_kept(section: CheckpointConfig) -> str:
+def describe_failure(section: CheckpointConfig) -> str:
     """Return in words what a failed start has saved and lost, and what the same command does now."""
     if not (own := checkpoints(Path(section.folder, CHECKPOINTS))):
         return f"{nothing_saved(section)}; the same command starts anew"

@@ -84,7 +84,7 @@ class BucketBytes:
             storage=storage,
             params=plan.padded_numel * precision.dtype.itemsize,
             grads=plan.padded_numel * precision.own_grad_dtype.itemsize,
-            rank_sum=plan.shard_numel * precision.sum_dtype(plan.num_shards).itemsize if storage.grads_pass else 0,
+            rank_sum=plan.shard_numel * precision.sum_dtype(plan.num_shards).itemsize if storage.frees_grads else 0,
             total=plan.shard_numel * torch.float32.itemsize if owner_adds else 0,
             master=plan.shard_numel * torch.float32.itemsize,
             states=max(states),
@@ -93,14 +93,14 @@ class BucketBytes:
 
     def held(self) -> int:
         """Return the bytes of the buffers that have memory between steps."""
-        params = 0 if self.storage.params_pass else self.params
-        grads = 0 if self.storage.grads_pass else self.grads + self.total
+        params = 0 if self.storage.frees_params else self.params
+        grads = 0 if self.storage.frees_grads else self.grads + self.total
         return params + grads + self.master + self.states + self.average
 
-    def passing(self) -> BucketBytes:
+    def temporary(self) -> BucketBytes:
         """Return the buffers that have memory only while a step needs them; the others count 0."""
-        params = self.params if self.storage.params_pass else 0
-        if self.storage.grads_pass:
+        params = self.params if self.storage.frees_params else 0
+        if self.storage.frees_grads:
             return replace(self, params=params, master=0, states=0, average=0)
         return replace(self, params=params, grads=0, rank_sum=0, total=0, master=0, states=0, average=0)
 
@@ -203,14 +203,14 @@ class Bucket:
         for slot, param in zip(self.plan.slots, self.named_params.values(), strict=True):
             param.data = self.params[slot.start : slot.end].view(slot.spec.shape)
         self._classes = {name: type(param) for name, param in self.named_params.items()}
-        if self.storage.params_pass:
+        if self.storage.frees_params:
             FreedParameter.names.update({param: name for name, param in self.named_params.items()})
             self.free_params()
 
     def load(self, full: Tensor) -> None:
         """Set masters and half parameters. Shapes: full FP32 (padded_numel,)."""
         self.master.copy_(self.owners.own_part(full))
-        if not self.storage.params_pass:
+        if not self.storage.frees_params:
             self.params.copy_(full)
 
     def allocate_params(self) -> None:
@@ -256,7 +256,7 @@ class Bucket:
             )
             if slot.end < padded_end:
                 self._paddings.append(self.grads[slot.end : padded_end])
-        if self.storage.grads_pass:
+        if self.storage.frees_grads:
             free(self.grads)
             self.rank_sum = torch.zeros(plan.shard_numel, dtype=sum_dtype, device=device)
             free(self.rank_sum)
@@ -316,7 +316,7 @@ class Bucket:
 
     def _add(self, grads: Mapping[str, Tensor]) -> None:
         """Copy first gradients, add later ones: copying costs 4 bytes per element, zeroing and adding would cost 8."""
-        if self.storage.grads_pass:
+        if self.storage.frees_grads:
             allocate(self.grads)
         places = {self.param_grads[name]: grad for name, grad in grads.items()}
         first = [place for place in places if not place.touched]
@@ -332,7 +332,7 @@ class Bucket:
         """Zero the place of each parameter without a gradient; return the names of these parameters."""
         self.add_waiting()
         silent = [place for place in self.param_grads.values() if not place.touched]
-        if silent and self.storage.grads_pass:
+        if silent and self.storage.frees_grads:
             allocate(self.grads)
         for place in silent:
             place.view.zero_()
@@ -344,7 +344,7 @@ class Bucket:
 
     def launch_sum(self, row_stats: RowStats) -> None:
         """Start summing the gradients over the owners: `sum_sent`."""
-        if self.storage.grads_pass:
+        if self.storage.frees_grads:
             allocate(self.rank_sum)
         if self._paddings:
             torch._foreach_zero_(self._paddings)  # padding may hold the last step's sum, or fresh memory
@@ -365,7 +365,7 @@ class Bucket:
     def _add_sum(self, sent: Pending) -> None:
         assert self.total is not None
         sent.wait()
-        if self.storage.grads_pass:
+        if self.storage.frees_grads:
             allocate(self.total)
         if self._total_begun:
             self.total.add_(self.rank_sum)
@@ -387,7 +387,7 @@ class Bucket:
         """Return once `grad_sum` may be read, and free the gradients' memory."""
         if self.sum_pending is not None:
             self.sum_pending.wait()
-        if self.storage.grads_pass:
+        if self.storage.frees_grads:
             free(self.grads)
 
     def row_stats(self, row_stats: RowStats) -> Tensor:
@@ -409,7 +409,7 @@ class Bucket:
             self._free_sum(self.total)
 
     def _free_sum(self, sum_of_grads: Tensor) -> None:
-        if self.storage.grads_pass:
+        if self.storage.frees_grads:
             free(sum_of_grads)
 
     # Masters, and their casts on the way to all owners.
@@ -433,7 +433,7 @@ class Bucket:
         """Return the dtype in which an update writes half parameters. None: it writes none, because the gather of these
         parameters casts the masters.
         """
-        return None if self.storage.params_pass else self.params.dtype
+        return None if self.storage.frees_params else self.params.dtype
 
     def states_of(self, start: int, end: int) -> States:
         """Return views of the states of the shard's elements [start, end), a range inside one of `spans`."""

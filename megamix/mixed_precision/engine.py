@@ -131,7 +131,7 @@ class ShardedEngine:
         links = self._links
         entries = describe_whole(self.module, census.specs, links.pp, self.device)
         if links.world.axis.rank == 0:
-            self.optimizer.warn_of_doubts(self.module, {entry.name: entry.full_shape for entry in entries.params})
+            self.optimizer.log_warnings(self.module, {entry.name: entry.full_shape for entry in entries.params})
         refusals.require_equal(
             links.world,
             self.device,
@@ -176,7 +176,7 @@ class ShardedEngine:
         self._tallies = Tallies(model, readers, self.progress, self.device)
         self._unseen_writes = UnseenWrites(buckets, self.plan.param_names, self.progress)
         self._gather: ParamGather | UnitGather
-        if buckets[0].storage.params_pass:
+        if buckets[0].storage.frees_params:
             owners = self._links.owners[0]
             self._gather = UnitGather(
                 model, units, overlap, buckets, owners, grads, self._unseen_writes, clock, observers
@@ -426,7 +426,7 @@ class ShardedEngine:
     @property
     def _kept_buckets(self) -> list[Bucket]:
         """Return the buckets whose half parameters have memory between steps."""
-        return [bucket for bucket in self.buckets if not bucket.storage.params_pass]
+        return [bucket for bucket in self.buckets if not bucket.storage.frees_params]
 
     @contextmanager
     def whole_parameters(self) -> Iterator[None]:
@@ -564,7 +564,7 @@ class ShardedEngine:
 
     def _publish(self) -> None:
         for bucket in self._gather.order:
-            if not bucket.storage.params_pass:  # otherwise the next gather casts
+            if not bucket.storage.frees_params:  # otherwise the next gather casts
                 bucket.cast_shown()
                 self._gather.updated(bucket)
         self._guard.note_written()

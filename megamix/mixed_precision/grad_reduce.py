@@ -153,7 +153,7 @@ class GradReduce:
                     self._sum_across(self._travelling)
                 if not self._overlap:
                     self.wait(bucket)
-                elif self._travelling is not None and bucket.storage.grads_pass:
+                elif self._travelling is not None and bucket.storage.frees_grads:
                     self._travelling.wait_for_sum()  # only two buckets of gradients have memory at a time
             self._travelling = bucket
 

@@ -20,12 +20,12 @@ from megamix.mixed_precision.settings import Shard
 class Storage:
     """Says which of a bucket's buffers have memory only for a time."""
 
-    grads_pass: bool  # gradients have memory from the first gradient to their sum; sums have it until the step ends
-    params_pass: bool  # half parameters have memory while their unit computes
+    frees_grads: bool  # gradients have memory from the first gradient to their sum; sums have it until the step ends
+    frees_params: bool  # half parameters have memory while their unit computes
 
     @staticmethod
     def of(shard: Shard) -> Storage:
-        return Storage(grads_pass=shard != "states", params_pass=shard == "parameters")
+        return Storage(frees_grads=shard != "states", frees_params=shard == "parameters")
 
 
 def allocate(flat: Tensor) -> None:

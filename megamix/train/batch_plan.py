@@ -38,7 +38,7 @@ class Attempt(NamedTuple):
     batch: GlobalBatch
 
 
-class Fate(enum.Enum):
+class StepOutcome(enum.Enum):
     """The outcome of an attempt."""
 
     APPLIED = "applied"
@@ -161,23 +161,23 @@ class BatchPlan:
     def oldest(self) -> Attempt:
         return self._in_flight[0]
 
-    def settle(self, found_inf: bool, loss_scale: float) -> Fate:
+    def settle(self, found_inf: bool, loss_scale: float) -> StepOutcome:
         """Take the outcome of the oldest attempt in flight, and return its fate. `loss_scale`: that of the attempt."""
         number, batch = self._in_flight.popleft()
         if not found_inf:
             self.applied += 1
             self._last_applied_scale = loss_scale
-            return Fate.APPLIED
+            return StepOutcome.APPLIED
         if self._on_overflow == "skip":
-            return Fate.LOST
+            return StepOutcome.LOST
         # A loss scale that has never worked is itself to blame for an overflow. With a scale that has worked, or a
         # lower scale, the batch is to blame. Only an applied update shows that a scale works.
         counts = self._last_applied_scale is not None and loss_scale <= self._last_applied_scale
         batch = replace(batch, tries=batch.tries + 1, counted_tries=batch.counted_tries + counts)
         if batch.counted_tries > self._max_retries:
-            return Fate.SET_ASIDE
+            return StepOutcome.SET_ASIDE
         self._waiting.append((number + self.lag, batch))
-        return Fate.REQUEUED
+        return StepOutcome.REQUEUED
 
     def state(self) -> PlanState:
         """Return the state with which a run goes on as if it had not stopped. No attempt may be in flight."""

@@ -52,7 +52,7 @@ def check(config: Config, tell: Callable[[str], None] = lambda line: None, *, st
         raise ConfigError([f"{', '.join(unset)}: not set, though WORLD_SIZE is {world_size}; {fix}"], "environment")
     corpus = JobCorpus(config.data, config.model)
     doubts = () if starts else _optimizer_doubts(config)  # a start logs these lines later
-    for line in (*_setting_doubts(config, world_size), *corpus.doubts(), *_loss_doubts(config.model), *doubts):
+    for line in (*_setting_doubts(config, world_size), *corpus.warnings(), *_loss_doubts(config.model), *doubts):
         tell(f"note: {line}")
     return f"no problems; {world_size} rank{'s' if world_size > 1 else ''}"
 
@@ -185,7 +185,7 @@ def _optimizer_doubts(config: Config) -> Iterator[str]:
 
         family = family_of(config.model)
         optimizer = build_optimizer(config)
-        yield from optimizer.doubts(family.sketch(config.model), family.shapes(config.model))
+        yield from optimizer.warnings(family.sketch(config.model), family.shapes(config.model))
 
 
 def _resume_problems(section: CheckpointConfig) -> Iterator[str]:

@@ -136,7 +136,7 @@ class JobCorpus:
             problems = [problem for prefix, field in divided.items() for problem in self._split_problems(field, prefix)]
         return [*problems, *self._source_problems(), *self._stage_problems(), *self._tokenizer_problems()]
 
-    def doubts(self) -> Iterator[str]:
+    def warnings(self) -> Iterator[str]:
         """Yield a line for a vocabulary or a tokenizer other than those that `megamix prepare` noted."""
         size, own = self.vocab_size, self.section.tokenizer
         for folder, field in {Path(path).parent: field for field, path in self.prefixes().items()}.items():

@@ -106,7 +106,7 @@ class Judge:
         check_states(path, manifest, self._config.optimizer.name, partial(build_optimizer, self._config))
 
 
-def outlook(config: Config) -> str:
+def describe_start(config: Config) -> str:
     """Return in words what a start would do with the run's folder, and which checkpoints would stay. Write nothing.
 
     Checkpoints are judged by their manifests and the sizes of their files.

@@ -25,7 +25,7 @@ from megamix.log.readout import RecordedRows, gather_precision, peak_memory_gib
 from megamix.log.scale_search import ScaleSearch
 from megamix.mixed_precision.step import Examination, StepResult
 from megamix.parallel.micro_batch_runner import MicroBatch
-from megamix.train.batch_plan import Attempt, BatchPlan, Fate, GlobalBatch
+from megamix.train.batch_plan import Attempt, BatchPlan, GlobalBatch, StepOutcome
 from megamix.train.batches import Validation
 from megamix.train.job import Job
 from megamix.train.replicas import check_replicas
@@ -221,11 +221,11 @@ class Trainer:
         examination = self._examinations.pop(attempt.number, None)
         self._stop_reason = max(self._stop_reason, outcome.stop_requested)
         fate = self.batch_plan.settle(outcome.found_inf, outcome.loss_scale)
-        self.ledger.settle(applied=fate is Fate.APPLIED, waited_s=self.engine.clock.total_s["data"])
+        self.ledger.settle(applied=fate is StepOutcome.APPLIED, waited_s=self.engine.clock.total_s["data"])
         # Every overflow names its parameters, but only an examined one names ranks and micro-batches. So the attempt
         # launched next is examined; with requeue and redo it tries the same batch again.
         self._last_overflowed = outcome.found_inf
-        if fate is Fate.APPLIED:
+        if fate is StepOutcome.APPLIED:
             self.report.add(outcome.loss, self._tokens(attempt))
             self.console.advance()
             if self.batch_plan.applied == self._first:
@@ -234,7 +234,7 @@ class Trainer:
         if words := self.overflows.note(outcome, examination):
             self._note_overflow(attempt, outcome, fate, words)
         self.overflows.spend(outcome, attempt.number + 1, update)
-        if fate is not Fate.APPLIED:
+        if fate is not StepOutcome.APPLIED:
             return
         if searched := self.scale_search.end(outcome.loss_scale):
             self.console.line(searched)
@@ -249,7 +249,7 @@ class Trainer:
             if self.writer is not None:
                 self.writer.write_precision(update, layers)
 
-    def _note_overflow(self, attempt: Attempt, outcome: Outcome, fate: Fate, words: str) -> None:
+    def _note_overflow(self, attempt: Attempt, outcome: Outcome, fate: StepOutcome, words: str) -> None:
         """Record an overflow. Log it, unless it belongs to the search for the first loss scale. Every rank must call
         it.
         """
@@ -257,14 +257,14 @@ class Trainer:
         recorded = self.recorded.row(outcome)
         if self.writer is not None:
             self.writer.write(step, {"loss_scale": loss_scale, "skipped_steps": skipped}, recorded)
-        if fate is Fate.REQUEUED and self.scale_search.takes(self.batch_plan.applied, outcome.loss, loss_scale):
+        if fate is StepOutcome.REQUEUED and self.scale_search.takes(self.batch_plan.applied, outcome.loss, loss_scale):
             self.console.show(f"overflow at scale {format_scale(loss_scale)}")
             return
         self.console.line(
             f"step {step}/{self.pace.steps} | overflow at scale {format_scale(loss_scale)}, nothing changed "
             f"| samples {attempt.batch} {fate.value} | overflows {skipped}\n{folded(words)}"
         )
-        if fate is Fate.SET_ASIDE:
+        if fate is StepOutcome.SET_ASIDE:
             for line in self.overflows.origins:
                 self.console.line(f"  {line}")
             if self.writer is not None:

@@ -91,7 +91,7 @@ def test_settings_and_beginning_go_from_prepare_to_import(tmp_path, theirs, monk
     assert not capsys.readouterr().out.startswith(own.id_to_token(prompts[-1].flatten()[0].item()))
 
     other = tiny_job(tmp_path, tokenizer=str(theirs / "tokenizer.json"), **settings)  # puts <s> before a text
-    told = [["prepare again with --begin-token" in line for line in corpus_of(it).doubts()] for it in (config, other)]
+    told = [["prepare again with --begin-token" in line for line in corpus_of(it).warnings()] for it in (config, other)]
     assert told == [[], [] if begin == ["--begin-token"] else [True]]
 
     settings = {key: value for key, value in SETTINGS.items() if key != "auto_map"}  # transformers would ask for code

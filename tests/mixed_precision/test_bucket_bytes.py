@@ -50,7 +50,7 @@ def _compare(accumulates, optimizers, precisions):
             WeightAverage(engine, 0.9)
         assert len(engine.buckets) > 2
         for bucket in engine.buckets:
-            buffers, told, passing = _buffers(bucket), bucket.bytes, bucket.bytes.passing()
+            buffers, told, passing = _buffers(bucket), bucket.bytes, bucket.bytes.temporary()
             assert told.held() == storage_bytes(itertools.chain.from_iterable(buffers.values()))
             seen = []
             for name, tensors in buffers.items():

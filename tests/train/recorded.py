@@ -10,7 +10,7 @@ from unittest import mock
 
 from megamix.launch.exit_status import PreemptedError
 from megamix.mixed_precision.engine import ShardedEngine
-from megamix.train.batch_plan import Attempt, BatchPlan, Fate
+from megamix.train.batch_plan import Attempt, BatchPlan, StepOutcome
 from tests.builders import run_on_ranks
 
 
@@ -69,7 +69,7 @@ def attempts_recorded(record, before=lambda plan: None):
 
     def recorded_settle(plan, found_inf, loss_scale):
         attempt, fate = plan.oldest(), settle(plan, found_inf, loss_scale)
-        if fate is Fate.APPLIED:
+        if fate is StepOutcome.APPLIED:
             record.applied.append(attempt)
         return fate
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from megamix.train.batch_plan import BatchPlan, Fate, GlobalBatch, PlanState, WaitingBatch
+from megamix.train.batch_plan import BatchPlan, GlobalBatch, PlanState, StepOutcome, WaitingBatch
 
 
 class Run:
@@ -40,7 +40,7 @@ class Run:
         attempt = self.plan.oldest()
         fate = self.plan.settle(*self.outcomes[attempt.number])
         self.fates.append((attempt.batch.samples[0].start, fate))
-        if fate is Fate.APPLIED:
+        if fate is StepOutcome.APPLIED:
             self.applied += [sample for part in attempt.batch.samples for sample in part]
 
 
@@ -65,7 +65,7 @@ def test_a_batch_that_overflowed_comes_again_or_is_lost_as_configured(on_overflo
     run = Run(BatchPlan(len(applied), 1, on_overflow, 3), _at(*bad)).to(len(applied))
     assert [attempt.batch.samples[0].start for attempt in run.tried] == tried
     assert run.applied == applied
-    assert ((1, Fate.LOST) in run.fates) is (on_overflow == "skip")
+    assert ((1, StepOutcome.LOST) in run.fates) is (on_overflow == "skip")
 
 
 @pytest.mark.parametrize("on_overflow", ["requeue", "redo"])
@@ -122,7 +122,7 @@ def test_a_growth_that_was_too_much_does_not_count():
     run.overflows = lambda attempt: run.scale > 2.0**16
     run.to(40)
     assert sorted(run.applied) == list(range(40))
-    assert [fate for _, fate in run.fates].count(Fate.REQUEUED) > 3
+    assert [fate for _, fate in run.fates].count(StepOutcome.REQUEUED) > 3
 
 
 @pytest.mark.parametrize("on_overflow", ["requeue", "redo"])
@@ -134,5 +134,5 @@ def test_batches_that_overflow_at_scales_that_worked_are_set_aside_and_cannot_ex
     run = Run(BatchPlan(10, 1, on_overflow, max_retries), lambda attempt: attempt.batch.samples[0].start in bad).to(10)
     for number in bad:
         fates = [fate for first, fate in run.fates if first == number]
-        assert fates == [Fate.REQUEUED] * max_retries + [Fate.SET_ASIDE]
+        assert fates == [StepOutcome.REQUEUED] * max_retries + [StepOutcome.SET_ASIDE]
     assert sorted(run.applied) == [0, 1, *range(4, 12)]

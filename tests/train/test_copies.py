@@ -24,7 +24,7 @@ from megamix.launch.run_status import read_status
 from megamix.train import checkpointing, copies
 from megamix.train.check import check
 from megamix.train.copies import Copier, takes_of
-from megamix.train.judge import outlook
+from megamix.train.judge import describe_start
 from megamix.train.trainer import Trainer
 from tests.builders import run_on_ranks, tiny_job
 from tests.checkpoint.state import save_steps
@@ -262,7 +262,7 @@ def test_kept_ones_are_the_only_ones_beside_the_last_where_no_other_save_is_due(
     config = _config(tmp_path, data, 7, save_interval=0, keep_every=3, async_save=False)
     run_on_ranks(config)
     assert _updates(tmp_path / "run") == [7, 6, 3]
-    assert outlook(config).endswith(f"\n  {checkpoint_words(config.checkpoint, config.pace.steps)}")
+    assert describe_start(config).endswith(f"\n  {checkpoint_words(config.checkpoint, config.pace.steps)}")
     assert checkpoint_words(_config(tmp_path, data).checkpoint, 8) == ""
 
 

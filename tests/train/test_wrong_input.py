@@ -22,7 +22,7 @@ from megamix.checkpoint.manifest import (
 )
 from megamix.cli.verbs import main
 from megamix.config import load_config
-from megamix.launch.run_folder import what_is_kept
+from megamix.launch.run_folder import describe_failure
 from megamix.launch.run_lock import LOCK, run_lock
 from megamix.tools.plan.advice import by_shard
 from megamix.tools.plan.memory_plan import plan_memory
@@ -77,10 +77,10 @@ def test_a_check_says_what_the_job_would_do(job, monkeypatch, capsys):
     make_journal(run, 26).open()
     lost = "nothing was saved yet (checkpoint.save_interval is 500): 26 updates are lost"
     assert told() == f"no problems; 1 rank; would start a new run in {run}\n  {lost}\n"
-    assert what_is_kept(load_config(config).checkpoint) == f"{lost}; the same command starts anew"
+    assert describe_failure(load_config(config).checkpoint) == f"{lost}; the same command starts anew"
     newest = _save(folder, "run", 7)
     goes_on = f"{newest} is saved, 19 later updates are lost; the same command goes on with the run"
-    assert what_is_kept(load_config(config).checkpoint) == goes_on
+    assert describe_failure(load_config(config).checkpoint) == goes_on
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert (
         told() == f"no problems; 2 ranks; would go on from step 7 of {run} to step 12\n  changed since: ranks: 1 -> 2\n"

@@ -122,8 +122,8 @@ class Muon(MuonSettings, AdamW):
         found = [name for name, one in params.items() if one in no_maps and one.dim() > 1 and not matches(name, known)]
         return replace(self, tables=(*self.tables, *map(glob.escape, found)))
 
-    def doubts(self, model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
-        yield from super(Muon, self).doubts(model, shapes)
+    def warnings(self, model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
+        yield from super(Muon, self).warnings(model, shapes)
         # Patterns that a model need not match: the usual tables, its family's tables, and the names that `for_model`
         # adds.
         usual = {*TABLES, *getattr(type(model), "tables", ())}
@@ -267,10 +267,10 @@ class _Exchange:
     among: Collectives  # the ranks that hold any of them
     pieces: list[MatrixPiece]  # the pieces that this rank owns, in the order in which it sends them: by home
     scales: list[float]  # factor of each piece's direction
-    to: list[int]  # number of elements that this rank sends to each rank
-    of: list[int]  # number of elements that this rank receives of each rank
+    send_sizes: list[int]  # number of elements that this rank sends to each rank
+    recv_sizes: list[int]  # number of elements that this rank receives of each rank
     homes: list[_Home]
-    travels: bool  # whether any piece travels between any two ranks
+    needs_all_to_all: bool  # whether any piece travels between any two ranks
 
 
 class MuonUpdate(BucketUpdate):
@@ -330,11 +330,11 @@ class MuonUpdate(BucketUpdate):
             if exchange is None:
                 return
             values = self._momentum(exchange, bucket, of_matrices, step)
-        values = yield from self._sent(exchange, bucket, values, exchange.to, exchange.of)
+        values = yield from self._sent(exchange, bucket, values, exchange.send_sizes, exchange.recv_sizes)
         with self._clock.span("update"):
             for home in exchange.homes:
                 self._turn(values, home, step.found_inf)
-        values = yield from self._sent(exchange, bucket, values, exchange.of, exchange.to)
+        values = yield from self._sent(exchange, bucket, values, exchange.recv_sizes, exchange.send_sizes)
         with self._clock.span("update"):
             values = self._direction(exchange, bucket, values)
             # A direction is not clipped or unscaled, because its size does not depend on the gradient's.
@@ -371,7 +371,7 @@ class MuonUpdate(BucketUpdate):
         self, exchange: _Exchange, bucket: Bucket, values: Tensor, to: Sequence[int], of: Sequence[int]
     ) -> Generator[bool, None, Tensor]:
         """Exchange values with the other ranks. Return the values that have arrived; yield while they are under way."""
-        if not exchange.travels:
+        if not exchange.needs_all_to_all:
             return values
         with self._clock.span("update"):
             arrived = values.new_empty(sum(of))
@@ -449,10 +449,10 @@ def _exchange(muon: Muon, among: Collectives, found: BucketMatrices, device: tor
         among,
         mine,
         scales=[muon.lr_scale(matrices[part.matrix].rows, matrices[part.matrix].columns) for part in mine],
-        to=[sum(part.numel for part in mine if home(part) == other) for other in range(among.axis.size)],
-        of=[sum(part.numel for part in own if home(part) == rank) for own in found.parts],
+        send_sizes=[sum(part.numel for part in mine if home(part) == other) for other in range(among.axis.size)],
+        recv_sizes=[sum(part.numel for part in own if home(part) == rank) for own in found.parts],
         homes=[_Home(matrices[number], of_it, states(matrices[number])) for number, of_it in blocks.items()],
-        travels=bool(found.sent),
+        needs_all_to_all=bool(found.sent),
     )
 
 

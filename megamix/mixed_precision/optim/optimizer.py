@@ -193,7 +193,7 @@ class Optimizer:
         """Return this optimizer with settings that follow from the types of the model's modules, as Muon's tables."""
         return self
 
-    def doubts(self, model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
+    def warnings(self, model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
         """Yield a line for each pattern that matches no parameter: it may be misspelt, or meant for another model.
         `shapes`: those of all parameters that the ranks train. `model`: this rank's part of the model.
         """
@@ -201,8 +201,8 @@ class Optimizer:
             if not any(matches(name, [pattern]) for name in shapes):
                 yield f"the optimizer's group {pattern!r} matches no parameter of the model"
 
-    def warn_of_doubts(self, model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        for line in self.doubts(model, shapes):
+    def log_warnings(self, model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        for line in self.warnings(model, shapes):
             log.warning("%s", line)
 
     def coefficients(self, update: Tensor, values: GroupValues) -> Tensors:

@@ -48,7 +48,7 @@ class EngineMemory:
     ):  # fmt: skip
         """Prepare the count. `compiled`: whether the update is compiled."""
         self.buckets = buckets
-        self.passing = [bucket.passing() for bucket in buckets]  # temporary buffers of each bucket
+        self.passing = [bucket.temporary() for bucket in buckets]  # temporary buffers of each bucket
         self.largest_shard = max(bucket.plan.shard_numel for bucket in buckets)  # elements
         self.on_gpu = on_gpu
         self.compiled = compiled
