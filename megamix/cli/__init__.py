@@ -19,10 +19,10 @@ pretrain    the process of launch/pretrain.sh: it checks a job, then is its laun
 """
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     """Run the verb that the command line names: the command `megamix`. Nothing is imported before, for a process first
     says what it does at a signal.
     """
     from megamix.cli import verbs
 
-    return verbs.main()
+    return verbs.main(argv)
