@@ -64,6 +64,14 @@ def test_the_api_page_has_what_the_package_exports():
     assert all(hasattr(megamix, name) for name in megamix.__all__)
 
 
+def test_pages_can_be_read():
+    words = {page: len(page.read_text(encoding="utf-8").split()) for page in [*PAGES, ROOT / "README.md"]}
+    assert [page for page, count in words.items() if count < 250 or count > 5000] == []
+    assert words[DOCS / "design.md"] <= 4000
+    tables = [*DOCS.glob("*.csv"), *DOCS.glob("studies/figures/*.txt")]
+    assert sum(words.values()) + sum(len(path.read_text(encoding="utf-8").split()) for path in tables) <= 58_000
+
+
 def test_the_page_of_promises_names_each_room_and_is_a_page():
     page = _text("testing.md")
     rooms = {path.parent.relative_to(ROOT).as_posix() for path in (ROOT / "tests").glob("*/**/test_*.py")}
