@@ -52,7 +52,7 @@ class Readout:
     def read(self, attempt: int) -> Outcome:
         """Return the outcome of an attempt. Waits until its step has ended on the device."""
         result, numbers = self._written.pop(attempt)
-        values = numbers.read()
+        values = torch.from_numpy(numbers.read())
         tables = _tables(result)
         scalars, *parts = torch.split(values, [len(_SCALARS), *(table.numel() for table in tables)])
         shaped = [part.view(table.shape) for part, table in zip(parts, tables, strict=True)]

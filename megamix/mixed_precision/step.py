@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -212,18 +212,19 @@ class HostNumbers:
     def __init__(self, shape: tuple[int, ...], device: torch.device):
         """Begin with zeros."""
         self._on_gpu = device.type == "cuda"
-        self._numbers = torch.zeros(shape, dtype=torch.float64, device="cpu", pin_memory=self._on_gpu)
+        self._tensor = torch.zeros(shape, dtype=torch.float64, device="cpu", pin_memory=self._on_gpu)
+        self._numbers = self._tensor.numpy()  # a view of the same memory
         self._arrived: torch.cuda.Event | None = None  # None: nothing is on its way
 
     def write(self, numbers: Tensor) -> None:
         """Start copying. Shapes: numbers FP64 (*shape)."""
-        self._numbers.copy_(numbers, non_blocking=True)
+        self._tensor.copy_(numbers, non_blocking=True)
         if self._on_gpu:
             self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]  # untyped in torch
             self._arrived.record()
 
-    def read(self) -> Tensor:
-        """Return the numbers, FP64 (*shape). Waits until they have arrived."""
+    def read(self) -> Any:
+        """Return NumPy's array of the numbers. Waits until they have arrived."""
         if self._arrived is not None:
             self._arrived.synchronize()
             self._arrived = None

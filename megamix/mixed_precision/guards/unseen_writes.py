@@ -94,7 +94,7 @@ class UnseenWrites:
         self.found.zero_()
         self._steps = 0
         for one in self._told:
-            one.read().zero_()
+            one.read().fill(0)
 
     def _refuse(self, number: int) -> None:
         if number:
