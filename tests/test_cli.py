@@ -13,6 +13,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from megamix import cli
 from megamix.cli.parser import lines_told
 from megamix.cli.verbs import VERBS, _parse, main
 from megamix.config import load_config
@@ -31,6 +32,11 @@ def test_without_a_verb_the_verbs_are_listed_by_task(capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["--help"])
     assert capsys.readouterr().out.rstrip() == told.rstrip()
+
+
+def test_the_command_takes_words_as_its_verbs_do(capsys):
+    assert cli.main(["config", QUICKSTART, "--show"]) == 0
+    assert "[model]" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("words", [["checkpoint", "ls", str(ROOT)], ["config", QUICKSTART, "--show"]])

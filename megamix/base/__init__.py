@@ -1,4 +1,4 @@
-"""What stands on nothing else of ours. It imports no other room. Begin with `console`.
+"""Common ground: it imports no other room of ours. Begin with `console`.
 
 moved         where modules of earlier versions are now
 constants     numbers that were tuned by measuring

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 PACKAGE = Path(__file__).parents[1]
-# Where the modules of a room are now that keep their name; "": those that lay loose.
+# By former room, the rooms that have its modules now under the same names. "" stands for loose files.
 _ROOMS = {"": ["base"], "beside": ["base"], "builders": ["train"], "hub": ["hf"], "inspect": ["log"], "run": ["train"]}
 _ROOMS |= {"report": ["log", "log.report"], "supervise": ["launch", "base"]}
 _ROOMS |= {"mixed_precision": ["mixed_precision.optim", "mixed_precision.guards"]}

@@ -1,4 +1,4 @@
-"""What a run tells: its log, metrics, overflows, event files, trackers, page. It imports `launch` and below.
+"""A run in words and numbers: log, metrics, overflows, event files, trackers, page. It imports `launch` and below.
 Begin with `interval_report`, which declares every metric.
 
 outcome          what a step gave, read on the host some attempts later

@@ -229,3 +229,11 @@ def test_rows_of_buckets_are_cut_by_their_attempt_and_are_no_curves(tmp_path):
     assert [row["communication/attempt"] for row in rows(tmp_path)] == [3, 4]
     MetricsWriter(tmp_path, tensorboard=True, applied=2).close()
     assert _events(tmp_path).Tags()["scalars"] == []
+
+
+def test_a_start_s_row_is_cut_where_another_start_goes_on_from_the_same_checkpoint(tmp_path):
+    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+        writer.append(4, {TAGS["loss"]: 2.0})
+        writer.append(4, {TAGS["resumed"]: 1})
+    cut_logs(tmp_path, Progress(applied=4, attempts=4))
+    assert [TAGS["resumed"] in row for row in rows(tmp_path)] == [False]
