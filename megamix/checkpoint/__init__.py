@@ -9,6 +9,7 @@ tensor_file   a safetensors file, streamed
 all_or_none   work that succeeds on every rank or on none
 save          the commit: fresh folder, files, manifest, rename; at once or by a thread while training goes on
 verify        the check of a checkpoint, which finds it good or lists its problems; its states read box by box
+phase         what a new run may have otherwise than the checkpoint that it begins from
 load          the newest good checkpoint, loaded into an engine of any layout and verified on the way
 checkpoints   saving and loading as one object, for a user's own program
 copying       a copy of a checkpoint on another file system

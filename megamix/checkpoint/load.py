@@ -17,7 +17,17 @@ from megamix.base.clock import Clock
 from megamix.checkpoint.all_or_none import AllOrNone
 from megamix.checkpoint.boxes import Box, boxes_of_range
 from megamix.checkpoint.folder import DAMAGED, Files, checkpoints
-from megamix.checkpoint.manifest import AVERAGE, BUFFER, DamagedCheckpoint, FileRecord, Manifest, StateSet, states_text
+from megamix.checkpoint.manifest import (
+    AVERAGE,
+    BUFFER,
+    MASTER,
+    DamagedCheckpoint,
+    FileRecord,
+    Manifest,
+    StateSet,
+    states_text,
+)
+from megamix.checkpoint.phase import Phase
 from megamix.checkpoint.snapshot import DTYPES, Part, buffer_parts, frozen_params, owned_parts, state_sets
 from megamix.checkpoint.tensor_file import Stored, verified_chunks
 from megamix.checkpoint.verify import Check, Checkpoint, read_checkpoint
@@ -103,13 +113,13 @@ def _set_aside(path: Path, reason: DamagedCheckpoint, all_or_none: AllOrNone) ->
         log.warning("checkpoint refused: %s (and not set aside: %s)", reason, error)
 
 
-def load(checkpoint: Checkpoint, engine: ShardedEngine, all_or_none: AllOrNone, *, anew: bool = False) -> None:
+def load(checkpoint: Checkpoint, engine: ShardedEngine, all_or_none: AllOrNone, *, phase: Phase | None = None) -> None:
     """Set masters, optimizer states, counters, loss scale, half and frozen parameters. Every rank must call it.
 
     An average of the weights that the checkpoint lacks starts from its masters; one that the engine does not keep is
     dropped; the log says so.
-    `anew`: accept a checkpoint of another optimizer. States that it lacks, or has in another dtype, become zero; the
-    log says which.
+    `phase`: accept another optimizer's checkpoint, and what the phase says. States that the checkpoint lacks, or has in
+    another dtype, become zero; the log says which. Masters that it lacks keep their first values.
     Raises: ValueError naming what does not fit the engine, by kind, before anything is changed.
     Raises: DamagedCheckpoint on every rank if one rank finds that a file is not what was written. Masters and optimizer
     states are NaN from then on, until another load succeeds.
@@ -117,11 +127,13 @@ def load(checkpoint: Checkpoint, engine: ShardedEngine, all_or_none: AllOrNone, 
     loaded state.
     """
     manifest = checkpoint.manifest
-    if problems := misfits(manifest, engine, anew=anew):
+    if problems := misfits(manifest, engine, phase):
         raise ValueError(f"{checkpoint.path} does not fit this model and optimizer: " + "; ".join(problems))
     rank, size = all_or_none.rank, all_or_none.size
     try:
-        _agree_on(all_or_none.every(lambda: fill(checkpoint, _saved_parts(manifest, engine), engine.clock, rank, size)))
+        _agree_on(
+            all_or_none.every(lambda: fill(checkpoint, _saved_parts(manifest, engine, phase), engine.clock, rank, size))
+        )
     except DamagedCheckpoint:
         # The engine's earlier state is lost: keeping it would double the memory, and verifying first would read every
         # byte twice. If a caller trained on without another load, nobody would notice damaged values, but NaN is
@@ -132,7 +144,7 @@ def load(checkpoint: Checkpoint, engine: ShardedEngine, all_or_none: AllOrNone, 
     if engine.average_decay is not None and not _has_average(manifest):
         engine.begin_average()
     if rank == 0:  # the lines are about the whole model
-        for line in _changes(manifest, engine, anew and not manifest.weights_only):
+        for line in _changes(manifest, engine, phase):
             log.warning("%s", line)
     engine.applied_updates.fill_(manifest.applied_updates)
     engine.skipped_steps.fill_(manifest.skipped_steps)
@@ -141,26 +153,33 @@ def load(checkpoint: Checkpoint, engine: ShardedEngine, all_or_none: AllOrNone, 
     engine.publish_masters()
 
 
-def _saved_parts(manifest: Manifest, engine: ShardedEngine) -> list[Part]:
-    """Return the parts of the engine's state that the checkpoint has. Set the owned parts that it lacks to zero."""
+def _saved_parts(manifest: Manifest, engine: ShardedEngine, phase: Phase | None) -> list[Part]:
+    """Return the parts of the engine's state that the checkpoint has. What it lacks of them is zero afterwards, but for
+    first values of masters and their average.
+    """
     common = {
         (name, state)
-        for name, _, states, saved in _sets(manifest, engine)
+        for name, _, states, saved in _sets(manifest, engine, phase)
         for state, dtype in states.items()
         if saved.get(state) == dtype
     }
     parts = owned_parts(engine)
+    if phase is not None and engine.average_decay is not None:
+        engine.begin_average()
     for part in parts:
-        if (part.param, part.state) not in common:
+        if part.state not in (MASTER, AVERAGE):
             part.tensor.zero_()
     return [part for part in (*parts, *buffer_parts(engine)) if (part.param, part.state) in common]
 
 
-def _sets(manifest: Manifest, engine: ShardedEngine) -> Iterator[tuple[str, tuple[int, ...], StateSet, StateSet]]:
-    """Yield for each parameter and buffer: name, shape, the engine's states, and the checkpoint's states. An average
-    that only one of them has is left out, because it is no misfit.
+def _sets(
+    manifest: Manifest, engine: ShardedEngine, phase: Phase | None
+) -> Iterator[tuple[str, tuple[int, ...], StateSet, StateSet]]:
+    """Yield for each parameter and buffer: name, shape, the engine's states, and the checkpoint's states, none if it
+    begins anew. An average that only one of them has is left out, because it is no misfit.
     """
-    saved = {param.name: manifest.states[param.state_set] for param in manifest.params}
+    kept = [param for param in manifest.params if phase is None or not phase.is_new(param.name)]
+    saved = {param.name: manifest.states[param.state_set] for param in kept}
     frozen = frozen_params(engine)
     for spec, states in state_sets(engine):
         held = saved.get(spec.name, {})
@@ -175,11 +194,11 @@ def _has_average(manifest: Manifest) -> bool:
     return any(AVERAGE in states for states in manifest.states)
 
 
-def _changes(manifest: Manifest, engine: ShardedEngine, anew: bool) -> Iterator[str]:
-    """Yield what the engine has otherwise than the checkpoint. `anew`: as in `load`."""
+def _changes(manifest: Manifest, engine: ShardedEngine, phase: Phase | None) -> Iterator[str]:
+    """Yield what the engine has otherwise than the checkpoint. `phase`: as in `load`."""
     counts = Counter[str]()
-    for _, _, states, held in _sets(manifest, engine):
-        if anew and (new := dict(states.items() - held.items())):
+    for _, _, states, held in _sets(manifest, engine, phase):
+        if held and not manifest.weights_only and (new := dict(states.items() - held.items())):
             counts[states_text(new)] += 1
     for states_of_some, number in counts.items():
         yield f"another optimizer's checkpoint: {states_of_some} of {number} parameters begin at zero"
@@ -199,17 +218,18 @@ def _agree_on(problems: list[list[str]]) -> None:
         raise DamagedCheckpoint(list(found))
 
 
-def misfits(manifest: Manifest, engine: ShardedEngine, *, anew: bool = False) -> list[str]:
+def misfits(manifest: Manifest, engine: ShardedEngine, phase: Phase | None = None) -> list[str]:
     """Return the reasons why this checkpoint cannot become the engine's state; empty if it can."""
-    sets = [*_sets(manifest, engine)]
+    sets = [*_sets(manifest, engine, phase)]
+    saved, own = {param.name: param.shape for param in manifest.params}, {name: shape for name, shape, _, _ in sets}
     # A buffer that was not saved stays as it is: the module may have got it since then, and the checkpoint of an
     # imported model has no buffers.
     problems = misfit_names(
-        {param.name: param.shape for param in manifest.params},
-        {name: shape for name, shape, _, _ in sets},
+        saved if phase is None else phase.fitted(saved, own),
+        own,
         may_lack={name for name, _, states, _ in sets if BUFFER in states},
     )
-    lax = anew or manifest.weights_only
+    lax = phase is not None or manifest.weights_only
     other = [one for one in sets if one[3] and one[3] != one[2] and (BUFFER in one[2] or not lax)]
     if other:
         name, _, needed, held = other[0]

@@ -243,6 +243,9 @@ class CheckpointConfig(Section):
     resume: Text = "auto"
     """auto continues from the newest whole checkpoint in folder; never refuses a folder that holds a run; the path of a
     checkpoint begins a new run from there."""
+    begin_anew: Annotated[tuple[Text, ...], Field(strict=False, examples=[["head.weight"]])] = ()
+    """Patterns (fnmatch) of parameters that a run from another one's checkpoint does not keep; then any key of [model]
+    may have changed."""
     max_restarts: NonNegativeInt = 3
     """Restarts in a row without progress; the next one gives up."""
     replica_check_interval: NonNegativeInt = 100

@@ -1,6 +1,6 @@
 """The model of a job on this rank, the initial weights that one process would draw, and what runs its micro-batches."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -58,9 +58,11 @@ class ModelPart:
         stages = f"pipeline, {pipeline.schedule} | {describe_stages(self.stages)}" if pipeline else ""
         return [in_words(self.module, self._fp8, on_cpu=on_cpu) if self._fp8 else "", stages]
 
-    def first_weights(self, seed: int, *, packed: bool) -> Fill:
-        """Return what writes the first weights, which may hold those of the whole model. Raises: as `drawn`."""
-        return drawn(self.module, seed, packed=packed)
+    def first_weights(self, seed: int, *, packed: bool, only: Collection[str] | None = None) -> Fill:
+        """Return what writes the first weights, which may hold those of the whole model. `only`: see `drawn`.
+        Raises: as `drawn`.
+        """
+        return drawn(self.module, seed, packed=packed, only=only)
 
     def runner(self, engine: ShardedEngine, micro_batch_size: int) -> MicroBatchRunner:
         """Return the object that sends a step's micro-batches through this part."""
@@ -157,20 +159,20 @@ def outline(
     return model, placements
 
 
-def drawn(model: LanguageModel, seed: int, *, packed: bool = False) -> Fill:
+def drawn(model: LanguageModel, seed: int, *, packed: bool = False, only: Collection[str] | None = None) -> Fill:
     """Return the function that writes the first weights. Each owner writes its own share; the values are the same on
-    any mesh. `packed`: see `LanguageModel.draws`. Raises: ConfigError saying why files hold no such weights.
+    any mesh. `packed`: see `LanguageModel.draws`. `only`: the parameters to write, for an engine that loads the others
+    from a checkpoint; None: all. Raises: ConfigError saying why files hold no such weights.
     """
+    if only is not None and not only:
+        return lambda spec, start, values: None
     try:
         draw = model.draws(seed, packed=packed)
     except ValueError as error:  # wrong input, which the command tells in a line
         raise ConfigError([str(error)], "job") from error
 
     def fill(spec: ParamSpec, start: int, values: Tensor) -> None:
-        draw(values, name=spec.name, full_shape=spec.full_shape, block=spec.block, first=start)
+        if only is None or spec.name in only:
+            draw(values, name=spec.name, full_shape=spec.full_shape, block=spec.block, first=start)
 
     return fill
-
-
-def undrawn(spec: ParamSpec, start: int, values: Tensor) -> None:
-    """Leave the weights at zero, for an engine that loads a checkpoint."""

@@ -9,6 +9,7 @@ own_code      versions and hashes of the code that a process runs
 batch_plan    which batch is tried next, and which are left out
 run_record    the record of a run in a checkpoint, and whether a run can have saved it
 resume_rules  changes since a checkpoint, and those that make another run
+second_phase  what a new run keeps of another run's checkpoint, in words
 least_memory  the least memory that a rank holds
 check         problems of a job, before any time is spent
 job_size      what a job takes of memory and disk

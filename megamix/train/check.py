@@ -26,6 +26,7 @@ from megamix.config import (
 )
 from megamix.config.problems import short
 from megamix.config.sections import CheckpointConfig
+from megamix.config.toml_text import value_text
 from megamix.data import installing
 from megamix.launch.run_folder import BEGIN_ANEW, CONFIG, MARKS, RESUME_WORDS, WEIGHTS, copy_problems
 from megamix.train.corpus import JobCorpus
@@ -191,6 +192,9 @@ def _optimizer_doubts(config: Config) -> Iterator[str]:
 def _resume_problems(section: CheckpointConfig) -> Iterator[str]:
     resume, own = section.resume, Path(section.folder, CHECKPOINTS)
     if resume in RESUME_WORDS:
+        if section.begin_anew:
+            what = f"got {value_text(section.begin_anew)}, but resume is {resume!r}, not the checkpoint of another run"
+            yield f"checkpoint.begin_anew: {what}; write its path in resume, or leave begin_anew out"
         return
     # A run that has saved goes on from its own checkpoints, even if the checkpoint that it began from is gone.
     held = config_of_run(own.parent / CONFIG) if checkpoints(own) else None

@@ -20,7 +20,7 @@ from megamix.log.overflows import OverflowHistory
 from megamix.log.profiling import Profiling
 from megamix.log.readout import mfu_per_token_rate
 from megamix.mixed_precision.engine import ShardedEngine
-from megamix.parallel.build import ModelPart, undrawn
+from megamix.parallel.build import ModelPart
 from megamix.parallel.micro_batch_runner import MicroBatchRunner
 from megamix.train.batch_plan import BatchPlan
 from megamix.train.batches import RankBatches, Validation
@@ -84,7 +84,8 @@ def build(config: Config, run: Run, resume: Resume, corpus: JobCorpus, lines: Li
     begins = resume.start.checkpoint is None
     with phase(f"building the model{_COMPILES if config.optimizer.compile else ''}"):
         part = ModelPart(config.model, section, config.precision.fp8, topology, device)
-        fill = part.first_weights(training.seed, packed=corpus.packed) if begins else undrawn
+        only = None if begins else resume.start.continuation.drawn
+        fill = part.first_weights(training.seed, packed=corpus.packed, only=only)
         engine = JobEngine(config, part, topology, run.counted(fill))
     run.built(engine)
     run.console.lines(_describe(engine, run.parameters, pace), *part.lines)

@@ -5,9 +5,11 @@ code have changed, so that `--check` is fast.
 import os
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from megamix.checkpoint.folder import CHECKPOINTS, MANIFEST, checkpoints
 from megamix.checkpoint.manifest import Manifest, RunRecord, check_size, read_manifest
+from megamix.checkpoint.phase import Phase
 from megamix.config import Config, ConfigError, DecoderConfig, Pace, first_weights
 from megamix.launch.run_folder import RESUME_WORDS, checkpoint_words, nothing_saved
 from megamix.launch.run_lock import refuse_held
@@ -15,6 +17,16 @@ from megamix.launch.run_status import read_status
 from megamix.train.corpus import JobCorpus
 from megamix.train.own_code import own_code
 from megamix.train.resume_rules import RNG_RULE, changes, no_step_left, none_is_whole, path_is_damaged, trained_on
+from megamix.train.second_phase import second_phase
+
+
+class Continuation(NamedTuple):
+    """What a run takes from a checkpoint."""
+
+    lines: list[str]  # of the log
+    phase: Phase | None = None  # what it has otherwise; None: it is the run's own checkpoint
+    drawn: frozenset[str] = frozenset()  # parameters that get first values, in all rows or in some
+    data_go_on: bool = True
 
 
 class Judge:
@@ -25,8 +37,8 @@ class Judge:
         self._config, self._record, self._ranks = config, record, ranks
         self._folder = Path(config.checkpoint.folder, CHECKPOINTS)
 
-    def lines(self, path: Path, manifest: Manifest) -> list[str]:
-        """Return the lines that a run logs when it goes on from this checkpoint.
+    def continuation(self, path: Path, manifest: Manifest) -> Continuation:
+        """Return how a run goes on from this checkpoint.
 
         Raises: ConfigError if the run must not go on from there.
         """
@@ -34,14 +46,14 @@ class Judge:
         if applied > pace.steps:
             raise ConfigError([self._shorter(path, applied)], "job")
         own = path.parent == self._folder
-        lines = changes(path, manifest, self._record, own=own)
+        lines, of_data = changes(path, manifest, self._record, own=own, surgery=bool(section.begin_anew))
         optimizer_changed = any(line.startswith("optimizer.") for line in lines)
         if own and not manifest.weights_only and (optimizer_changed or self._other_code(manifest)):
             self._check_states(path, manifest)
         counted = pace.tokens(applied)
-        if pace.in_tokens and own and (had := manifest.run.progress.get("tokens", counted)) != counted:
+        if pace.in_tokens and (had := manifest.run.progress.get("tokens", counted)) != counted:
             words = f"training.tokens: the rate counts {counted} tokens for the updates so far, which had {had}"
-            lines.append(f"{words}; write batch_ramp with their sizes")
+            lines.append(f"{words}; write batch_ramp with their sizes" if own else words)
         then, now = manifest.run.code, self._record.code
         if then and (other := [it for it in sorted({*then, *now}) if then.get(it) != now.get(it)]):
             lines.append("; ".join(f"{it}: {then.get(it, 'none')} -> {now.get(it, 'none')}" for it in other))
@@ -51,21 +63,24 @@ class Judge:
         if section.resume not in RESUME_WORDS and own:
             why = f"because {section.folder} has checkpoints of its own"
             told.append(f"checkpoint.resume: {section.resume} is not read, {why}")
-        return told
+        if own:
+            return Continuation(told)
+        phase, drawn, kept = second_phase(path, manifest, self._config.model, section.begin_anew, lines, of_data)
+        return Continuation(told + kept, phase, drawn, not of_data)
 
-    def lines_of_start(self, path: Path, manifest: Manifest) -> list[str]:
-        """Return `lines`, and one if the next update's learning rate has changed."""
+    def continuation_of_start(self, path: Path, manifest: Manifest) -> Continuation:
+        """Return `continuation`, with a line if the next update's learning rate has changed."""
         from megamix.train.objects import lr_rule
         from megamix.train.run_record import saved_tables
 
-        lines, config, applied = self.lines(path, manifest), self._config, manifest.applied_updates
+        continuation, config, applied = self.continuation(path, manifest), self._config, manifest.applied_updates
         if 0 < applied < config.pace.steps:
             then = saved_tables(manifest)
             old = lr_rule(then.lr_schedule, then.optimizer, Pace(then.training, then.model.seq_len))(applied)
             new = lr_rule(config.lr_schedule, config.optimizer, config.pace)(applied)
             if old != new:
-                lines.append(f"learning rate of update {applied + 1}: {old:.3g} -> {new:.3g}")
-        return lines
+                continuation.lines.append(f"learning rate of update {applied + 1}: {old:.3g} -> {new:.3g}")
+        return continuation
 
     def manifest_of(self, path: Path) -> Manifest:
         """Return the manifest of a checkpoint.
@@ -132,7 +147,7 @@ def _start_words(config: Config) -> str:
     for path in found:
         try:
             manifest = judge.manifest_of(path)
-            lines = judge.lines(path, manifest)
+            lines = judge.continuation(path, manifest).lines
         except ConfigError:
             raise
         except (OSError, ValueError, LookupError, TypeError) as error:  # a manifest that no run has written

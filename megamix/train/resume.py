@@ -12,6 +12,7 @@ from megamix.checkpoint.manifest import DamagedCheckpoint, Manifest, RunRecord
 from megamix.checkpoint.verify import Checkpoint
 from megamix.config import ConfigError, Pace
 from megamix.mixed_precision.engine import ShardedEngine
+from megamix.train.judge import Continuation
 from megamix.train.resume_rules import no_step_left, none_is_whole, path_is_damaged
 from megamix.train.run_record import Progress, check_run
 
@@ -22,7 +23,7 @@ class Start:
 
     checkpoint: Checkpoint | None  # None: the run begins with new weights
     progress: Progress
-    changes: list[str]  # lines of the log on the changes since the checkpoint
+    continuation: Continuation
 
     def lines(self, pace: Pace) -> list[str]:
         """Return the lines that say from where a run of this length continues."""
@@ -30,23 +31,23 @@ class Start:
             return []
         path, applied = self.checkpoint.path, self.progress.applied
         if applied == 0:  # imported weights
-            return [f"begins with the weights of {path}", *self.changes]
+            return [f"begins with the weights of {path}", *self.continuation.lines]
         told = [f"goes on from {path} after update {applied}"]
         if applied == pace.steps:
             told.append(f"the run {no_step_left(pace)}; its weights and sample are written again")
-        return [*told, *self.changes]
+        return [*told, *self.continuation.lines]
 
 
 class Resume:
     """Finds the checkpoint from which a run goes on, and loads it. Every rank must make its calls."""
 
-    def __init__(self, folder: Path, resume: str, judge: Callable[[Path, Manifest], list[str]], record: RunRecord):
-        """`folder`: the run's checkpoints. `resume`: checkpoint.resume. `judge`: returns the lines of the log on a
-        checkpoint's changes; raises ConfigError if the run must not go on from it. `record`: what every checkpoint of
-        this run gets, without its progress.
+    def __init__(self, folder: Path, resume: str, judge: Callable[[Path, Manifest], Continuation], record: RunRecord):
+        """`folder`: the run's checkpoints. `resume`: checkpoint.resume. `judge`: returns how the run goes on from a
+        checkpoint; raises ConfigError if it must not. `record`: what every checkpoint of this run gets, without its
+        progress.
         """
         self._folder, self._resume, self._judge, self.record = folder, resume, judge, record
-        self.start = Start(None, Progress(), [])
+        self.start = Start(None, Progress(), Continuation([]))
 
     def find(self, all_or_none: AllOrNone) -> Progress:
         """Find the start, and compare its checkpoint with the configuration. Return its progress.
@@ -74,7 +75,7 @@ class Resume:
             if found.path.parent == self._folder:
                 loaded = load_or_older(found, engine, all_or_none, check=check_run)
             else:
-                load(found, engine, all_or_none, anew=True)
+                load(found, engine, all_or_none, phase=self.start.continuation.phase)
                 loaded = found
         except DamagedCheckpoint as error:
             raise path_is_damaged(error) from None
@@ -92,8 +93,11 @@ class Resume:
     def _take(self, checkpoint: Checkpoint | None) -> None:
         if checkpoint is None:
             return
-        lines = self._judge(checkpoint.path, checkpoint.manifest)
-        self.start = Start(checkpoint, Progress.read(checkpoint.manifest.run.progress), lines)
+        continuation = self._judge(checkpoint.path, checkpoint.manifest)
+        progress = Progress.read(checkpoint.manifest.run.progress)
+        if not continuation.data_go_on:
+            progress = progress.model_copy(update={"cursor": 0, "waiting": ()})
+        self.start = Start(checkpoint, progress, continuation)
 
 
 def find_checkpoint(folder: Path, resume: str, all_or_none: AllOrNone) -> Checkpoint | None:

@@ -4,9 +4,9 @@
 fast.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megamix.checkpoint.manifest import Manifest, RunRecord
 from megamix.config import (
@@ -17,7 +17,7 @@ from megamix.config import (
     values_of,
     whole_weights,
 )
-from megamix.config.diff import diff, may, without_paths
+from megamix.config.diff import Change, diff, may, without_paths
 from megamix.launch.run_folder import BEGIN_ANEW
 from megamix.plugins import Section
 
@@ -28,6 +28,9 @@ RNG_RULE = (
 )
 # Keys of [model.experts] that say how a training balances the loads from now on.
 _BALANCE = ("balance_loss", "z_loss", "bias_rate")
+# Keys of another order of the data, and all that a new run may have otherwise than the checkpoint that it begins from.
+_ORDER = ("model.seq_len", "training.seed", "data.split", "data.packing")
+_OF_PHASES = (*_ORDER, "model.rope", "model.window", "model.vocab_size", "optimizer.name")
 
 
 def trained_on(fingerprints: Mapping[str, str]) -> dict[str, str]:
@@ -51,61 +54,83 @@ def path_is_damaged(error: object) -> ConfigError:
     return ConfigError([f"checkpoint.resume: {error}; write the path of a whole checkpoint"], "job")
 
 
-def changes(path: Path, manifest: Manifest, now: RunRecord, *, own: bool) -> list[str]:
-    """Return a line for every key whose value has changed since the checkpoint.
+class Changes(NamedTuple):
+    """What has changed since a checkpoint."""
 
-    `own`: whether the checkpoint lies in the run's own folder; with another run's checkpoint, the optimizer may be
-    another one.
-    Raises: ConfigError naming each change that would make it another run.
+    told: list[str]  # a line for every key whose value has changed
+    of_data: list[str]  # keys by which the data begin anew; empty: they go on
+
+
+def changes(path: Path, manifest: Manifest, now: RunRecord, *, own: bool, surgery: bool = False) -> Changes:
+    """Return what has changed since the checkpoint.
+
+    `own`: whether the checkpoint lies in the run's own folder. Another run's may begin one with other lengths,
+    positions, vocabulary, optimizer or data; with `surgery` any key of the model may be another one.
+    Raises: ConfigError naming each change that is refused.
     """
     old, new = values_of(manifest.run.config), values_of(now.config)
-    if manifest.weights_only:
-        # Only the model must be the same, and its sequences may have another length. If positions are learned, the
-        # length is a size of a parameter, and loading refuses another length.
+    if manifest.weights_only:  # nothing but the model counts
         old, new = ({key: it for key, it in values.items() if key.startswith("model.")} for values in (old, new))
-        refused = [*_refused(old, new, ("model.seq_len",))]
+        other_data = list[tuple[str, str]]()
     else:
-        refused = [*_refused(old, new, () if own else ("optimizer.name",)), *_other_data(path, manifest, old, now, new)]
+        other_data = [*_other_data(path, manifest, old, now, new)]
         old |= {"rng_rule": manifest.run.rng_rule}  # another order of the data, other initial weights
         new |= {"rng_rule": now.rng_rule}
-    if refused:
-        raise ConfigError(refused, "job")
-    return [f"{key}: {before} -> {after}" for key, before, after in diff(old, new)]
+    differing = [*_differing(old, new)]
+    free = _OF_PHASES if not own else ("model.seq_len",) if manifest.weights_only else ()
+    refused = [it for it in differing if it.key not in free and not (surgery and it.key.startswith("model."))]
+    if problems := [*_refusals(refused, old, new, own), *(why for _, why in other_data if own)]:
+        raise ConfigError(problems, "job")
+    reasons = [it.key for it in differing if it.key in _ORDER]
+    reasons += [key for key, _ in other_data if key not in ("data.tokenizer", *reasons)]
+    told = [f"{key}: {before} -> {after}" for key, before, after in diff(old, new)]
+    return Changes(told, reasons if manifest.run.progress.get("cursor") else [])
 
 
-def _refused(old: Mapping[str, Any], new: Mapping[str, Any], may_change: Collection[str]) -> Iterator[str]:
-    """Yield a line for each key whose change makes another model, other states, or another order of the data."""
-    differing = [it for it in diff(old, new) if not may(it.key).resume and it.key not in may_change]
-    other = {it.key for it in diff(_meaning(old), _meaning(new))} if differing else set()
-    hints = {"optimizer.name": "with these weights, if checkpoint.resume is this checkpoint's path"}
-    if _has_biases(old) and not _has_biases(new):
-        other.add("model.experts")
-        hints["model.experts"] = "bias_rate = 1e-30 keeps the biases as they are"
-    for key, before, after in differing:
-        if key in other:
-            hint = f" ({hints[key]})" if key in hints else ""
-            yield (
-                f"{key}: the checkpoint has {before}, the configuration {after}; write the former, or another "
-                f"checkpoint.folder to begin a new run{hint}"
-            )
+def _differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Change]:
+    """Yield each key whose change makes another model, other states, or another order of the data."""
+    if differing := [it for it in diff(old, new) if not may(it.key).resume]:
+        other = {it.key for it in diff(_meaning(old), _meaning(new))}
+        # Dropped biases of experts are another model, though their rate is none.
+        other |= {"model.experts"} if _has_biases(old) and not _has_biases(new) else set()
+        yield from (it for it in differing if it.key in other)
+
+
+def _refusals(changed: Iterable[Change], old: Mapping[str, Any], new: Mapping[str, Any], own: bool) -> Iterator[str]:
+    """Yield why a run must not go on with these keys changed, a line each. `own`: as in `changes`."""
+    for key, before, after in changed:
+        hint = "another checkpoint.folder to begin a new run"
+        if not own:
+            hint = "name the parameters that begin anew in checkpoint.begin_anew"
+        elif key in _OF_PHASES:
+            hint += " (with these weights, if checkpoint.resume is this checkpoint's path)"
+        if key == "model.experts" and _has_biases(old) and not _has_biases(new):
+            hint += " (bias_rate = 1e-30 keeps the biases as they are)"
+        yield f"{key}: the checkpoint has {before}, the configuration {after}; write the former, or {hint}"
 
 
 def _other_data(
     path: Path, manifest: Manifest, old: Mapping[str, Any], now: RunRecord, new: Mapping[str, Any]
-) -> Iterator[str]:
-    """Yield why the data that the run has read, or reads now, are not those of the checkpoint."""
+) -> Iterator[tuple[str, str]]:
+    """Yield the keys by which data that the run has read, or reads now, are not the checkpoint's, each with why."""
     cursor: Any = manifest.run.progress.get("cursor", 0)  # the first sample that was never read
     began = _mixtures(old, cursor)
     if _mixtures(new, cursor) != began:
         yield (
-            f"data.train: the {cursor} samples that were read came from another mixture than the configuration's; "
-            f"write train and stages as they were, and a change as a stage with from_sample = {cursor} or more"
+            "data.train",
+            (
+                f"data.train: the {cursor} samples that were read came from another mixture than the configuration's; "
+                f"write train and stages as they were, and a change as a stage with from_sample = {cursor} or more"
+            ),
         )
     for key, fingerprint in manifest.run.fingerprints.items():
         if now.fingerprints.get(key, fingerprint) != fingerprint and _is_read(key, len(began) - 1):
             yield (
-                f"{key}: holds other data than when {path} was saved; bring the old data back, or write another "
-                "checkpoint.folder to begin a new run"
+                key,
+                (
+                    f"{key}: holds other data than when {path} was saved; bring the old data back, or write another "
+                    "checkpoint.folder to begin a new run"
+                ),
             )
 
 

@@ -97,10 +97,10 @@ def save_now(folder, engine, files=None, **progress):
     return save(folder, snapshot, all_or_none_of(engine), files)
 
 
-def load_newest(folder, engine, anew=False):
+def load_newest(folder, engine, phase=None):
     """Load the newest checkpoint of a folder, on every rank. Return it."""
     checkpoint = newest_checkpoint(folder, all_or_none_of(engine))
-    load(checkpoint, engine, all_or_none_of(engine), anew=anew)
+    load(checkpoint, engine, all_or_none_of(engine), phase=phase)
     return checkpoint
 
 

@@ -27,6 +27,7 @@ from megamix import (
 )
 from megamix.base import constants
 from megamix.checkpoint.manifest import RunRecord
+from megamix.checkpoint.phase import Phase
 from megamix.checkpoint.snapshot import owned_parts, take_snapshot
 from megamix.checkpoint.verify import read_checkpoint
 from megamix.mixed_precision.settings import Shard
@@ -166,7 +167,7 @@ def test_another_optimizer_keeps_masters_counters_and_common_states(tmp_path, ca
     train_steps(source, range(3))
     save_now(tmp_path, source)
     train_steps(target, range(3, 5))  # states of its own, which must go
-    load_newest(tmp_path, target, anew=True)
+    load_newest(tmp_path, target, phase=Phase())
     anew = set()
     was = {owned.spec.name: owned.tensors for owned in source.owned_ranges()}  # a single rank: each parameter is one
     for after in target.owned_ranges():
@@ -187,7 +188,7 @@ def _lines_of_a_load(folder):
     logger, handler = logging.getLogger("megamix"), logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())
     logger.addHandler(handler)
-    load_newest(folder, engine, anew=True)
+    load_newest(folder, engine, phase=Phase())
     logger.removeHandler(handler)
     return told
 

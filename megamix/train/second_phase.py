@@ -1,0 +1,76 @@
+"""What a new run keeps of another run's checkpoint and what begins anew, for `--check` and a start."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from megamix.checkpoint.manifest import BUFFER, Manifest
+from megamix.checkpoint.phase import Phase, Shapes
+from megamix.config import ConfigError, DecoderConfig
+
+_TOLD = 4  # most names in a line
+
+
+def second_phase(
+    path: Path,
+    manifest: Manifest,
+    model: DecoderConfig,
+    begin_anew: tuple[str, ...],
+    changed: Sequence[str],
+    of_data: Sequence[str],
+) -> tuple[Phase, frozenset[str], list[str]]:
+    """Return the phase that begins from a checkpoint, the parameters that get first values, and the lines that say so.
+
+    `model`: the present one. `begin_anew`: patterns. `changed`: lines on the keys whose values have changed. `of_data`:
+    keys by which the data begin anew.
+    Raises: ConfigError naming parameters that can neither be kept nor begin anew.
+    """
+    before = manifest.run.tables()
+    phase = Phase(begin_anew, (before.get("model", {}).get("vocab_size", 0), model.vocab_size))
+    saved = {param.name: param.shape for param in manifest.params if BUFFER not in manifest.states[param.state_set]}
+    own: Shapes = saved
+    other_model = bool(phase.begin_anew) or any(line.startswith("model.") for line in changed)
+    if other_model:
+        own = _shapes_now(path, manifest, model, phase, saved)
+    grown, new = phase.grown(saved, own), [name for name in own if phase.is_new(name)]
+    anew = [f"rows {saved[name][0]} to {own[name][0] - 1} of {name}, drawn by training.seed" for name in grown]
+    if new:
+        anew.append(f"{_listed(new)}, drawn by training.seed")
+    if any(line.startswith("optimizer.name:") for line in changed):
+        anew.append("at zero, states of the optimizer that the checkpoint lacks")
+    if of_data:
+        anew.append(f"the data, at sample 0, because of {', '.join(of_data)}")
+    lines = [f"begins anew: {what}" for what in anew]
+    if left := [name for name in saved if name not in own]:
+        lines.append(f"left out: {_listed(left)}")
+    if lines or other_model:
+        trained = "" if manifest.weights_only else f", their states, update {manifest.applied_updates}"
+        lines.insert(0, f"kept: {len(own) - len(new)} of {len(own)} parameters{trained}")
+    return phase, frozenset((*grown, *new)), lines
+
+
+def _shapes_now(path: Path, manifest: Manifest, model: DecoderConfig, phase: Phase, saved: Shapes) -> Shapes:
+    """Return the shapes of the present model, which the checkpoint fits. Raises: as `second_phase`."""
+    from megamix.mixed_precision.weights import misfit_names
+    from megamix.model.family import family_of
+
+    key, own = "checkpoint.begin_anew", family_of(model).shapes(model)
+    known = {*own, *(param.name for param in manifest.params)}
+    problems = [
+        f"{key}: got {pattern!r}, which names nothing in {path} or the model; it has {_listed([*own])}"
+        for pattern in phase.begin_anew
+        if not any(map(Phase((pattern,)).is_new, known))
+    ]
+    fits = phase.fitted(saved, own)
+    if misfits := misfit_names(fits, own):
+        names = [name for name in {**own, **fits} if own.get(name) != fits.get(name)]
+        patterns = ", ".join(f'"{name}"' for name in [*phase.begin_anew, *names][:_TOLD])
+        what = f"{path} does not fit the model: {'; '.join(misfits)}"
+        problems.append(f"{key}: {what}; bring the model back, or draw them anew: begin_anew = [{patterns}]")
+    if problems:
+        raise ConfigError(problems, "job")
+    return own
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _TOLD} more" if len(names) > _TOLD else ""
+    return ", ".join(names[:_TOLD]) + more
