@@ -104,7 +104,7 @@ def taken(build, key):
     return found
 
 
-BY_UPDATE = ("momentum", "weight_decay")  # a program may give a number for each update
+BY_UPDATE = ("lr_factor", "momentum", "weight_decay")  # a program may give a number for each update
 
 
 @pytest.mark.parametrize("setting", ONCE)

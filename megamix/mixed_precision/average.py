@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
-import torch
-
+from megamix.comm.collectives import gather_json
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.settings.average import AverageSettings
 from megamix.settings.limits import check
@@ -25,9 +25,9 @@ class WeightAverage:
     where d ranks share out the masters. Frozen parameters and buffers have no average: they are the module's own.
     """
 
-    def __init__(self, engine: ShardedEngine, decay: float):
+    def __init__(self, engine: ShardedEngine, decay: float | Sequence[float]):
         """Start from the masters. Every rank must call it. `decay`: the share of the average that stays at each
-        update, in [0, 1).
+        update, in [0, 1), or a sequence with one for each update; later updates use the last.
 
         Raises: TypeError or ValueError for an argument that does not fit, for ranks that give different decays, and for
         an engine that keeps an average; RuntimeError in the middle of a step.
@@ -38,9 +38,9 @@ class WeightAverage:
         engine.progress.require_empty("WeightAverage()", "right after step()")
         if engine.average_decay is not None:
             raise ValueError(f"the engine keeps an average already, with decay {engine.average_decay}; use that one")
-        given = torch.tensor([settings.decay], dtype=torch.float64, device=engine.device)
-        if len(decays := {*engine.world.table(given).flatten().tolist()}) > 1:
-            raise ValueError(f"decay of WeightAverage must be equal on every rank, got {sorted(decays)}")
+        decays = gather_json(engine.world, settings.decay, engine.device)
+        if different := [one for one in decays if one != decays[0]]:
+            raise ValueError(f"decay of WeightAverage must be equal on every rank, got {[decays[0], *different]}")
         engine.begin_average(settings.decay)
         self._engine = engine
 

@@ -394,6 +394,11 @@ class Bucket:
         """Return the statistics of `grad_sum`: FP32 (2, rows)."""
         return row_stats.of_shard(self.grad_sum) if self._rows is None else self._rows
 
+    def changeable(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield each parameter's name and the part of `grad_sum` that this rank owns, which the caller may change."""
+        self._rows = None
+        yield from ((piece.spec.name, self.grad_sum[piece.elements]) for piece in self.pieces if piece.numel)
+
     def expect_sum(self) -> None:
         """Wait for the sum under way, then allow the next micro-batch's sum."""
         self.wait_for_sum()

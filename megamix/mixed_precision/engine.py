@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from megamix.base.added_loss import added_losses_times
 from megamix.base.clock import Clock
-from megamix.comm.collectives import make_collectives
+from megamix.comm.collectives import make_collectives, noting
 from megamix.comm.topology import Topology
 from megamix.mixed_precision.bucket import Bucket, OwnedRange, make_buckets
 from megamix.mixed_precision.census import (
@@ -38,13 +38,15 @@ from megamix.mixed_precision.guards.unseen_writes import UnseenWrites
 from megamix.mixed_precision.loss_scale import SMALLEST_USED, StaticLossScale
 from megamix.mixed_precision.module_state import MovingBuffers, Tallies
 from megamix.mixed_precision.observer import StepObserver
-from megamix.mixed_precision.optim.optimizer import Optimizer
+from megamix.mixed_precision.optim.optimizer import GroupScalars, Optimizer
 from megamix.mixed_precision.param_gather import ParamGather
 from megamix.mixed_precision.settings import Precision, Sharding
 from megamix.mixed_precision.step import StepProgress, StepResult, entry, put_table
 from megamix.mixed_precision.unit_gather import UnitGather
-from megamix.mixed_precision.update_slice import UpdateGroup
+from megamix.mixed_precision.update_slice import UpdateGroup, table_of
 from megamix.mixed_precision.weights import Fill, full_weights, load_weights, take_over
+
+GradientHook = Callable[[str, Tensor, Tensor], object]  # see `ShardedEngine.hook_gradients`
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +124,7 @@ class ShardedEngine:
         # A program may fill this tensor with a positive number on any rank. From the next step() on, `stop_requested`
         # is positive on every rank.
         self.stop_request = torch.zeros((), dtype=torch.float64, device=self.device)
-        self.average_decay: float | None = None  # None: no average is kept
+        self.average_decay: float | Sequence[float] | None = None  # None: no average is kept
 
     def _agree(
         self, layout: FlatLayout, census: Census, precision: Precision, sharding: Sharding, compile_update: bool
@@ -164,6 +166,8 @@ class ShardedEngine:
         kernels = choose_kernels(self.optimizer, groups, buckets, self.world, compile_update)
         self.update_path, self.compile_s = kernels.path, time.perf_counter() - start_s
         self._row_stats = kernels.row_stats
+        self._scalars = GroupScalars(self.optimizer, self.optimizer.kernel_groups(groups), self.device)
+        self._gradient_hook: GradientHook | None = None
         self._grads = grads = GradReduce(buckets, self._links.replicas, kernels.row_stats, overlap, clock, observers)
         self.progress = StepProgress(
             self.grad_accum_steps,
@@ -209,6 +213,25 @@ class ShardedEngine:
             yield
         finally:
             self._observers.remove(observer)
+
+    def hook_gradients(self, hook: GradientHook | None) -> None:
+        """Call `hook(name, grad, divisor)` in each step for each parameter of which this rank owns a part; None: no
+        more. Every rank must call it.
+
+        It runs in `step()`, between the sum over ranks and micro-batches and all that reads the sum: the overflow
+        check, norm, clipping, update. It may change `grad` in place, and may not wait for the device.
+        `grad` (n,): neighbouring elements of the flattened parameter's sum, FP32 or half as `Precision` says, loss
+        scale included. `divisor` FP64 (): the loss scale times the sum of weights, ranks times micro-batches as a rule;
+        the mean is `grad / divisor`. Thus `grad.clamp_(-divisor, divisor)` clips the mean's elements to 1.
+        """
+        self._gradient_hook = hook
+
+    def _change_gradients(self, hook: GradientHook) -> None:
+        with noting("before gradients were changed: every rank must call hook_gradients()"):
+            weight = self.world.table(self.progress.weight_sum.view(1)).sum()
+        divisor = self.progress.scale_used.double() * weight.masked_fill(weight == 0, 1.0)
+        for name, grad in chain.from_iterable(bucket.changeable() for bucket in self.buckets):
+            hook(name, grad, divisor)
 
     def backward(self, loss: Tensor, weight: float = 1.0, last: bool = False) -> None:
         """Back-propagate `loss` (one element, the mean over this rank's micro-batch), times the loss scale.
@@ -363,13 +386,13 @@ class ShardedEngine:
                 with self.clock.span("update"):
                     number = self.applied_updates + 1
                     scalars, grad_norm = decide(stats, scale_used, self.clip_grad, number)
+                    scalars = scalars._replace(frozen=self._scalars.frozen(number))
                     tallied = self._tallies.take()
                 for bucket in self._update.in_turn(self._gather.order, scalars):
                     self._gather.updated(bucket)
                     if self.average_decay is not None:
                         with self.clock.span("update"):
-                            # in FP32, whatever torch's default is
-                            bucket.move_average((~stats.found_inf).float() * (1 - self.average_decay))
+                            bucket.move_average((~stats.found_inf).float() * entry(self._average_shares, number))
             self.applied_updates += ~stats.found_inf
             self.skipped_steps += stats.found_inf
             self.loss_scale.update_(stats.found_inf, stats.max_abs, scale_used)
@@ -413,9 +436,13 @@ class ShardedEngine:
         self._unseen_writes.look_if_due(self._kept_buckets)
         self._grads.wait_all()
         with self.clock.span("update"):
+            if self._gradient_hook is not None:
+                self._change_gradients(self._gradient_hook)
             rows = [bucket.row_stats(self._row_stats) for bucket in self.buckets]
-            by_piece = stats_by_piece(self.buckets, rows, self.topology.saves_shard)
-            lr = entry(self._lr_table, self.applied_updates + 1)
+            number = self.applied_updates + 1
+            frozen = self._scalars.frozen(number)
+            by_piece = stats_by_piece(self.buckets, rows, self.topology.saves_shard, frozen)
+            lr = entry(self._lr_table, number)
             found = self._unseen_writes.found
             with self.clock.span("exposed_agreement"):
                 stats = agree(by_piece, self.progress, self.stop_request, lr, found, self.world)
@@ -445,12 +472,14 @@ class ShardedEngine:
                 if not self._kept_buckets:  # writes inside the block are lost with the memory, so compare now
                     self._unseen_writes.look(self.buckets)
 
-    def begin_average(self, decay: float | None = None) -> None:
+    def begin_average(self, decay: float | Sequence[float] | None = None) -> None:
         """Let an average of the masters, kept from now on, start from their present values. Every rank must call it.
 
-        `decay`: the share of it that stays at each update; None: as it is.
+        `decay`: the share of it that stays at each update, or one for each update; None: as it is.
         """
-        self.average_decay = self.average_decay if decay is None else decay
+        if decay is not None:
+            self.average_decay = decay
+            self._average_shares = put_table([1 - share for share in table_of(decay)], self.device)
         for bucket in self.buckets:
             bucket.begin_average()
 

@@ -48,7 +48,7 @@ class CompiledUpdate:
     """
 
     def __init__(self, optimizer: Optimizer, groups: Sequence[UpdateGroup], device: torch.device):
-        self.scalars = GroupScalars(optimizer, groups, device)
+        self._groups, self.scalars = groups, GroupScalars(optimizer, groups, device)
         by_states = {group.states: _compile(gated_update(optimizer)) for group in groups}
         self._updates_ = [by_states[group.states] for group in groups]
 
@@ -56,7 +56,9 @@ class CompiledUpdate:
         rows = part.rows
         update_ = self._updates_[part.group]
         at = self.scalars.of(step)[part.group]
-        update_(rows.grad, rows.master, rows.states, rows.half, step.multiplier, step.found_inf, at)
+        held = step.holds(part.group)
+        update_(rows.grad, rows.master, rows.states, rows.half, step.multiplier, held, at)
+        limit_(part, self._groups[part.group], held)
 
 
 def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -105,6 +107,7 @@ class LibraryUpdate:
     def __call__(self, part: UpdateSlice, step: StepScalars) -> None:
         group = self._groups[part.group]
         at = self._scalars.of(step)[part.group]
+        step = step._replace(found_inf=step.holds(part.group))
         size = constants.chunk(constants.UPDATE_CHUNK, part.grad.numel(), on_gpu=not part.grad.is_cpu)
         buffer = torch.empty(size, dtype=torch.float32, device=part.grad.device)
         chunks = zip(*(torch.split(one, size) for one in (part.grad, part.master, *part.states.values())), strict=True)
@@ -121,6 +124,7 @@ class LibraryUpdate:
                     state.copy_(new)
             if half is not None:
                 half.copy_(master)
+        limit_(part, group, step.found_inf)
 
     def _by_operations(self, part: UpdateSlice, at: UpdateScalars, step: StepScalars) -> None:
         """Run the equation operation by operation, with torch's own kernels."""
@@ -148,6 +152,14 @@ def gated_update_(
     master.copy_(torch.where(found_inf, master, new_master))
     for name, state in states.items():
         state.copy_(torch.where(found_inf, wide[name], new_states[name]))
+
+
+def limit_(part: UpdateSlice, group: UpdateGroup, held: Tensor) -> None:
+    """Bring masters, and their half parameters, between the limits of their group, if it has any."""
+    if group.limits is not None:
+        part.master.copy_(torch.where(held, part.master, part.master.clamp(*group.limits)))
+        if part.half is not None:
+            part.half.copy_(part.master)
 
 
 @dataclass(frozen=True, slots=True)

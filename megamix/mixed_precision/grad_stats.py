@@ -14,23 +14,29 @@ from torch import Tensor
 from megamix.comm.collectives import Collectives, noting
 from megamix.mixed_precision.bucket import Bucket
 from megamix.mixed_precision.step import Recorded, StepProgress
-from megamix.mixed_precision.update_slice import StepScalars
+from megamix.mixed_precision.update_slice import Frozen, StepScalars
 
 
-def stats_by_piece(buckets: Sequence[Bucket], rows: Sequence[Tensor], counts: bool) -> Tensor:
+def stats_by_piece(buckets: Sequence[Bucket], rows: Sequence[Tensor], counts: bool, frozen: Frozen) -> Tensor:
     """Add up the statistics of rows by parameter.
 
     The statistics have two numbers for each row of 64 elements. So every step learns which parameter is not finite and
     how large each gradient is, without another pass over the gradient.
-    `rows`: the `row_stats` of each bucket. `counts`: False if another rank reports the same sums. Return FP64 (2,
-    pieces): the sum of squares and max abs of each piece that this rank owns, bucket after bucket.
+    `rows`: the `row_stats` of each bucket. `counts`: False if another rank reports the same sums. `frozen`: gradients
+    that count neither in the norm nor as an overflow, as in torch with `p.grad = None`. Return FP64 (2, pieces): the
+    sum of squares and max abs of each piece that this rank owns, bucket after bucket.
     """
     if rows[0].is_cpu:
         total, peaks = _on_cpu(buckets, rows)
     else:  # on a GPU segment_reduce would be a launch per bucket, with one block of threads per piece
         total = torch.stack(torch._foreach_norm(_by_piece(buckets, rows, 0), 1, dtype=torch.float64))
         peaks = torch.stack(torch._foreach_max(_by_piece(buckets, rows, 1)))
-    return torch.stack([total if counts else torch.zeros_like(total), peaks.double()])
+    by_piece = torch.stack([total if counts else torch.zeros_like(total), peaks.double()])
+    if frozen:
+        never = by_piece.new_zeros((), dtype=torch.bool)
+        of_pieces = [frozen.get(piece.spec.group, never) for bucket in buckets for piece in bucket.pieces]
+        by_piece = by_piece.masked_fill(torch.stack(of_pieces), 0.0)
+    return by_piece
 
 
 def peak_rows(buckets: Sequence[Bucket], rows: Sequence[Tensor]) -> Tensor:

@@ -15,9 +15,9 @@ from megamix.base.records import Listener, Reduce
 
 
 def put_table(table: Sequence[float], device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return numbers by update on the device, (updates,), without waiting for them."""
+    """Return numbers by update on the device, (updates,), or (), without waiting for them."""
     if len(table) == 1:
-        return torch.full((1,), table[0], dtype=dtype, device=device)  # a kernel; a copy would wait
+        return torch.full((), table[0], dtype=dtype, device=device)  # a kernel; a copy would wait
     host = torch.tensor(table, dtype=dtype, device="cpu")
     if device.type == "cuda":
         return host.pin_memory().to(device, non_blocking=True)
@@ -27,8 +27,10 @@ def put_table(table: Sequence[float], device: torch.device, dtype: torch.dtype =
 def entry(table: Tensor, update: Tensor) -> Tensor:
     """Return the number of an update; updates past the table's end get its last one.
 
-    Shapes: table (updates,), update (), a whole number, 1 for the first -> ().
+    Shapes: table (updates,) or (), update (), a whole number, 1 for the first -> ().
     """
+    if not table.dim():
+        return table
     place = (update - 1).clamp(max=table.numel() - 1).long()
     return table.index_select(0, place.view(1)).view(())
 

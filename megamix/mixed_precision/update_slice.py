@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ AVERAGE = "average"  # likewise of their average, if one is kept
 Tensors = tuple[Tensor, ...]
 Table = tuple[float, ...]  # one number for each update, or a single one for all; later updates use the last
 States = dict[str, Tensor]  # by name of the state
+Frozen = Mapping[int, Tensor]  # bool () by number of a group that some update freezes: this update does
 
 
 def table_of(numbers: float | Sequence[float]) -> Table:
@@ -40,11 +41,12 @@ def largest(numbers: Iterable[float | Sequence[float]]) -> float:
 class UpdateGroup(NamedTuple):
     """Holds the values that the parameters of one group share."""
 
-    lr_factor: float
+    lr_factor: Table  # 0: the group is frozen in that update
     weight_decay: Table
     states: tuple[tuple[str, torch.dtype], ...]
     betas: tuple[Table, ...] = ()  # of optimizers that have them
     settings: tuple[tuple[str, Table], ...] = ()  # the others of `Optimizer.group_settings`, by name
+    limits: tuple[float | None, float | None] | None = None  # the least and the largest weight, if any
 
     @property
     def tables(self) -> list[Table]:
@@ -58,7 +60,7 @@ class UpdateGroup(NamedTuple):
 
     def values(self, at: Callable[[Table], Tensor], product: Callable[[Table], Tensor]) -> GroupValues:
         """Return the settings at one update. `at`, `product`: give a table's number at this update, and the product of
-        its numbers of all updates until this one.
+        its numbers of all updates of this group until this one.
         """
         betas, decayed = (tuple(map(of, self.betas)) for of in (at, product))
         return GroupValues(betas=betas, decayed=decayed, **{name: at(table) for name, table in self.settings})
@@ -94,6 +96,11 @@ class StepScalars(NamedTuple):
     found_inf: Tensor  # bool (): True: nothing may change
     lr: Tensor  # FP32 (): learning rate before a group's factor
     update: Tensor  # FP32 (): the number of this update, 1 for the first
+    frozen: Frozen = MappingProxyType({})
+
+    def holds(self, group: int) -> Tensor:
+        """Return whether nothing of a group may change: bool ()."""
+        return self.found_inf | self.frozen[group] if group in self.frozen else self.found_inf
 
 
 @dataclass(eq=False)

@@ -15,8 +15,8 @@ class GroupSettings:
 
     pattern: str
     """Shell-style pattern (fnmatch) on the parameter's full name; the first match wins."""
-    lr_factor: NotNegative = 1.0
-    """Multiplies the scheduled learning rate."""
+    lr_factor: NotNegativeByUpdate = 1.0
+    """Multiplies the scheduled learning rate. 0: frozen; weights and states stay, and the gradient counts nowhere."""
     weight_decay: NotNegativeByUpdate | None = None
     """Weight decay. Not set: the optimizer's, and 0 for one-dimensional parameters."""
     betas: Betas | None = None

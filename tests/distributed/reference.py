@@ -86,7 +86,7 @@ def _torch_optimizer(optimizer, params, masters):
     groups = []
     for name, param in params.items():
         group = optimizer.group_of(name, tuple(param.shape))
-        lr = torch.tensor(optimizer.lr_table()[0]) * group.lr_factor
+        lr = torch.tensor(optimizer.lr_table()[0]) * group.lr_factor[0]
         groups.append({"params": [masters[name]], "lr": lr, "weight_decay": group.weight_decay[0]})
     if isinstance(optimizer, Muon):
         return PlainMuon(optimizer, params, masters, groups)

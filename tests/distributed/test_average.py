@@ -23,7 +23,7 @@ from tests.builders import bf16_engine, loss_of, make_batch, make_engine, make_m
 from tests.checkpoint.state import fp16_engine
 from tests.conftest import FULL
 
-DECAY = 0.7
+DECAY, DECAYS = 0.7, [0.3, 0.6, 0.9]  # of each update; the last one stays
 STEPS = 5
 COUNTS = {1: 100, 2: 100, 4: 30} if FULL else {1: 6, 2: 5, 4: 3}
 GROUPS = (ParamGroup(pattern="blocks.1.*", lr_factor=0.5), ParamGroup(pattern="*.gain", weight_decay=0.3))
@@ -42,6 +42,7 @@ AXES = {
     "tied": [False, True],
     "frozen": [False, True],
     "bucket_size": [None, 1111],
+    "decay": [DECAY, DECAYS],
 }
 Case = namedtuple("Case", (*AXES, "replicas"), defaults=(1,))
 
@@ -78,14 +79,14 @@ def _halves(engine):
 def _check(case):
     """Compare with torch's average of the masters. Return the number of skipped steps."""
     engine = _build(case)
-    average = WeightAverage(engine, DECAY)
+    average = WeightAverage(engine, case.decay)
     trained = [name for name, param in engine.module.named_parameters() if param.requires_grad]
     own = _padded(engine.full_weights(), trained)
-    move = get_ema_multi_avg_fn(DECAY)
+    decays = iter([*DECAYS, DECAYS[-1], DECAYS[-1]] if case.decay == DECAYS else [DECAY] * STEPS)
     for step in range(STEPS):
         engine.backward(loss_of(engine.module, make_batch(step, engine.topology.data.rank, 0)))
         if not engine.step().found_inf:
-            move(own, _padded(engine.full_weights(), trained), None)
+            get_ema_multi_avg_fn(next(decays))(own, _padded(engine.full_weights(), trained), None)
     masters, halves = engine.full_weights(), _halves(engine)
     with average.weights(), torch.no_grad():
         shown, shown_halves, logits = engine.full_weights(), _halves(engine), engine(make_batch(99, 0, 0))
@@ -111,8 +112,8 @@ def _check_all(cases):
 
 @pytest.mark.parametrize("dp_size", [1, 2, 4])
 def test_the_average_is_that_of_torchs_loop(run_ranks, dp_size):
-    of_replicas = [Case("states", torch.bfloat16, "adamw", True, True, False, 1111, replicas=2)] * (dp_size == 4)
-    run_ranks(_check_all, dp_size, _cases(dp_size, COUNTS[dp_size]) + of_replicas, deadline_s=600.0)
+    replicas = Case("states", torch.bfloat16, "adamw", True, True, False, 1111, DECAYS, replicas=2)
+    run_ranks(_check_all, dp_size, _cases(dp_size, COUNTS[dp_size]) + [replicas] * (dp_size == 4), deadline_s=600.0)
 
 
 def _trained(shard="states"):
@@ -220,6 +221,21 @@ def test_a_skipped_step_changes_no_bit(loaded):
     assert engine.step().found_inf
     after = [owned.tensors["average"].view(torch.int32) for owned in engine.owned_ranges()]
     assert all(map(torch.equal, before, after))
+
+
+def test_a_decay_by_update_goes_on_where_it_was():
+    state, averages = None, []
+    for loads in (False, True):
+        engine = bf16_engine()
+        WeightAverage(engine, DECAYS)
+        if loads:
+            engine.load_state_dict(state)
+        else:
+            train_steps(engine, range(1))
+            state = engine.state_dict()
+        train_steps(engine, range(1, 3))
+        averages.append([owned.tensors["average"].clone() for owned in engine.owned_ranges()])
+    assert all(map(torch.equal, *averages))
 
 
 def test_loaded_weights_start_it_anew():

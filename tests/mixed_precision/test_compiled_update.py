@@ -40,7 +40,7 @@ ROWS = 8192 + 3  # rows of 64 elements: more than one piece of the path without 
 
 def _groups(optimizer):
     group = optimizer.group_of("weight", (64, 64))
-    return [group._replace(weight_decay=(0.1,)), group._replace(lr_factor=0.5, weight_decay=(0.0,))]
+    return [group._replace(weight_decay=(0.1,)), group._replace(lr_factor=(0.5,), weight_decay=(0.0,))]
 
 
 @pytest.fixture(scope="module", params=[*KINDS][: None if FULL else 2])

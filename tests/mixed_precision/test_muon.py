@@ -117,7 +117,7 @@ def test_shape_and_name_say_what_a_matrix_is(name, shape, rows):
     assert own.matrices(name, shape) == rows
     assert [*own.states(name, shape)] == ([MOMENTUM] if rows else ["exp_avg", "exp_avg_sq"])
     factor = 3.0 if name.startswith("blocks") else 1.0
-    assert own.group_of(name, shape).lr_factor == (factor if rows else 0.5 * factor)
+    assert own.group_of(name, shape).lr_factor == (factor if rows else 0.5 * factor,)
 
 
 WRONG = [

@@ -13,10 +13,12 @@ from torch.utils._pytree import tree_iter
 
 from megamix import (
     NAG,
+    AdamW,
     DeepSpeedLossScale,
     DynamicLossScale,
     HeadroomLossScale,
     MegatronLossScale,
+    ParamGroup,
     Precision,
     TorchLossScale,
     WeightAverage,
@@ -54,12 +56,13 @@ def no_host_read():
         yield
 
 
-def _ten_steps(scale=None, optimizer=None, reduce_dtype="half", examine=False):
+def _ten_steps(scale=None, optimizer=None, reduce_dtype="half", examine=False, decay=0.9, hook=None):
     scale = scale or DynamicLossScale(2.0**8, growth_interval=4)
     precision = Precision(torch.float16, loss_scale=scale, reduce_dtype=reduce_dtype)
     engine = make_engine(None, optimizer, precision, shard="states", bucket_size=1500, clip_grad=0.5)
     model, rank = engine.module, engine.topology.dp.rank
-    WeightAverage(engine, 0.9)
+    WeightAverage(engine, decay)
+    engine.hook_gradients(hook)
     results = []
     engine.backward(loss_of(model, make_batch(0, rank, 0)))
     with no_host_read():
@@ -86,6 +89,15 @@ def test_a_step_reads_nothing_with_any_loss_scale(scale):
 @pytest.mark.parametrize("optimizer", [NAG(lr=0.01), NAG(lr=0.01, momentum_form="velocity")])
 def test_a_step_reads_nothing_with_any_optimizer(optimizer):
     assert _ten_steps(None, optimizer) == (1, 9)
+
+
+def test_a_step_reads_nothing_with_what_changes_by_the_update():
+    groups = (ParamGroup(pattern="blocks.1.*", lr_factor=[0.0, 1.0, 0.0], max=0.1),)
+
+    def hook(name, grad, divisor):
+        grad.clamp_(-divisor, divisor)
+
+    assert _ten_steps(None, AdamW(lr=0.01, groups=groups), decay=[0.5, 0.9], hook=hook) == (1, 9)
 
 
 @pytest.mark.parametrize(("reduce_dtype", "examine"), [("half", False), ("half_fp32_sum", False), ("half", True)])

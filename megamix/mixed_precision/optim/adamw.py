@@ -80,7 +80,7 @@ class AdamW(AdamWSettings, Optimizer):
             return False
         (beta1,), (beta2,) = group.betas
         torch._fused_adamw_(
-            [part.master], [part.grad], [part.states["exp_avg"]], [part.states["exp_avg_sq"]], [], [step.update],
+            [part.master], [part.grad], [part.states["exp_avg"]], [part.states["exp_avg_sq"]], [], [at.coefficients[5]],
             lr=at.lr, beta1=beta1, beta2=beta2, weight_decay=group.weight_decay[0], eps=dict(group.settings)["eps"][0],
             amsgrad=False, maximize=False, found_inf=step.found_inf.float(),
         )  # fmt: skip

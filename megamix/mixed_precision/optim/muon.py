@@ -114,7 +114,7 @@ class Muon(MuonSettings, AdamW):
         group = super(Muon, self).group_of(name, shape)
         if self.matrices(name, shape):
             return group
-        return group._replace(lr_factor=group.lr_factor * self.adamw_lr_factor)
+        return group._replace(lr_factor=tuple(factor * self.adamw_lr_factor for factor in group.lr_factor))
 
     def for_model(self, model: nn.Module) -> Self:
         no_maps, known = _params_of(model, _NO_MAPS), (*self.tables, *self.matrix, *self.adamw)
@@ -181,8 +181,11 @@ class Muon(MuonSettings, AdamW):
         return direction, {DIRECTION_SQ: moment}
 
     def kernel_groups(self, groups: Sequence[UpdateGroup]) -> list[UpdateGroup]:
-        """Return the groups, followed by a copy of each without states, for masters that move along directions."""
-        return [*groups, *(group._replace(states=()) for group in groups)]
+        """Return the groups, followed by a copy of each without states, for masters that move along directions. Limits
+        are of masters, so a group with the momentum as state has none.
+        """
+        first = (group._replace(limits=None) if MOMENTUM in dict(group.states) else group for group in groups)
+        return [*first, *(group._replace(states=()) for group in groups)]
 
     def bucket_update(
         self,
@@ -333,7 +336,7 @@ class MuonUpdate(BucketUpdate):
         values = yield from self._sent(exchange, bucket, values, exchange.send_sizes, exchange.recv_sizes)
         with self._clock.span("update"):
             for home in exchange.homes:
-                self._turn(values, home, step.found_inf)
+                self._turn(values, home, step.holds(home.matrix.spec.group))
         values = yield from self._sent(exchange, bucket, values, exchange.recv_sizes, exchange.send_sizes)
         with self._clock.span("update"):
             values = self._direction(exchange, bucket, values)
@@ -383,7 +386,7 @@ class MuonUpdate(BucketUpdate):
             pending.wait()
         return arrived
 
-    def _turn(self, arrived: Tensor, home: _Home, found_inf: Tensor) -> None:
+    def _turn(self, arrived: Tensor, home: _Home, held: Tensor) -> None:
         """Replace a matrix, which lies in `arrived`, by its direction, and update its states."""
         matrix = arrived.new_empty(home.matrix.rows, home.matrix.columns)
         for block in home.blocks:
@@ -394,7 +397,7 @@ class MuonUpdate(BucketUpdate):
             told = f"direction of {type(self._muon).__name__} returned the states {[*after]}"
             raise ValueError(f"{told}, but matrix_states names {[*home.states]}; return each of them, and no other")
         for name, state in home.states.items():
-            state.copy_(torch.where(found_inf, state, after[name].view(state.shape)))
+            state.copy_(torch.where(held, state, after[name].view(state.shape)))
         for block in home.blocks:
             values = direction[block.rows, block.columns].reshape(-1)
             parts = torch.split(values, [place.stop - place.start for place in block.places])

@@ -29,6 +29,7 @@ from megamix.mixed_precision.step import entry, put_table
 from megamix.mixed_precision.update_slice import (
     AVERAGE,
     MASTER,
+    Frozen,
     GroupValues,
     Kernel,
     States,
@@ -38,9 +39,10 @@ from megamix.mixed_precision.update_slice import (
     UpdateGroup,
     UpdateScalars,
     UpdateSlice,
+    number_at,
     table_of,
 )
-from megamix.settings.limits import NotNegativeByUpdate, check
+from megamix.settings.limits import Finite, NotNegativeByUpdate, check
 from megamix.settings.optimizers import OF_SOME_OPTIMIZERS, GroupSettings
 
 log = logging.getLogger("megamix")
@@ -55,7 +57,14 @@ STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 class ParamGroup(GroupSettings):
     """Gives parameters whose names match a shell pattern, such as `*.bias`, settings of their own. None: the
     optimizer's.
+
+    `lr_factor`: a number, or a sequence with one for each update; later updates use the last number. 0 freezes the
+    group in that update: nothing of it changes, its gradient counts neither in the norm nor as an overflow, and its own
+    number of updates, as in Adam's bias correction, stays. `min`, `max`: each update ends by clamping the weights.
     """
+
+    min: Finite | None = None
+    max: Finite | None = None
 
     def __new__(cls, *args: object, **settings: object) -> Self:
         require_settings(cls, *args, **settings)
@@ -73,6 +82,9 @@ def require_settings(kind: type, *args: object, **settings: object) -> None:
     except TypeError as error:
         known = ", ".join(f"{name}=..." for name in [*signature.parameters][1:])
         raise TypeError(f"{kind.__name__}: {error}; write its settings by name: {kind.__name__}({known})") from None
+
+
+_NO_GROUP = ParamGroup(pattern="*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,8 +173,8 @@ class Optimizer:
         own = getattr(self._group(name), setting, None)
         return getattr(self, setting) if own is None else own
 
-    def _group(self, name: str) -> ParamGroup | None:
-        return next((group for group in self.groups if matches(name, [group.pattern])), None)
+    def _group(self, name: str) -> ParamGroup:
+        return next((group for group in self.groups if matches(name, [group.pattern])), _NO_GROUP)
 
     def group_of(self, name: str, shape: tuple[int, ...]) -> UpdateGroup:
         """Return the values that one parameter shares with its group. `shape`: as in `states`.
@@ -182,11 +194,12 @@ class Optimizer:
         decay = self.weight_decay if len(shape) > 1 else 0.0
         own = {setting: self.setting_of(name, setting) for setting in self.group_settings}
         return UpdateGroup(
-            1.0 if group is None else group.lr_factor,
-            table_of(decay if group is None or group.weight_decay is None else group.weight_decay),
+            lr_factor := table_of(group.lr_factor),
+            table_of(decay if group.weight_decay is None else group.weight_decay),
             states,
-            betas=tuple(map(table_of, own.pop("betas", ()))),
+            betas=tuple(_thawed(table_of(beta), lr_factor) for beta in own.pop("betas", ())),
             settings=tuple((setting, table_of(numbers)) for setting, numbers in own.items()),
+            limits=None if group.min is group.max is None else (group.min, group.max),
         )
 
     def for_model(self, model: nn.Module) -> Self:
@@ -208,7 +221,8 @@ class Optimizer:
     def coefficients(self, update: Tensor, values: GroupValues) -> Tensors:
         """Return what the equation needs of a group's settings and of the update's number, as FP32 device scalars.
 
-        `update` FP64 (): the number, 1 for the first update. `values`: the settings at this update.
+        `update` FP64 (): the number, 1 for the first update; updates that freeze the group do not count. `values`: the
+        settings at this update.
         """
         return ()
 
@@ -255,6 +269,14 @@ class Optimizer:
         return False
 
 
+def _thawed(betas: Table, lr_factor: Table) -> Table:
+    """Return betas with 1 where the group is frozen, so that products leave these updates out. A constant stays."""
+    if len(betas) == 1 or all(lr_factor):
+        return betas
+    updates = range(1, 1 + max(len(betas), len(lr_factor)))
+    return tuple(number_at(betas, update) if number_at(lr_factor, update) else 1.0 for update in updates)
+
+
 class BucketUpdate:
     """Updates each element by itself. An optimizer that needs whole matrices derives a class from this one."""
 
@@ -296,7 +318,10 @@ class GroupScalars:
 
     def __init__(self, optimizer: Optimizer, groups: Sequence[UpdateGroup], device: torch.device):
         self._optimizer, self._groups = optimizer, groups
-        self._lr_factors = [torch.tensor(group.lr_factor, device=device) for group in groups]
+        self._lr_factors = [put_table(group.lr_factor, device) for group in groups]
+        # By group that some update freezes: how many of the updates until each one did not.
+        moved = {n: [*accumulate(map(bool, one.lr_factor))] for n, one in enumerate(groups) if not all(one.lr_factor)}
+        self._moved = {number: put_table(counts, device, torch.float64) for number, counts in moved.items()}
         tables = {table for group in groups for table in group.tables}
         self._tables = {table: _OnDevice(table, device) for table in tables}
         self._update: Tensor | None = None  # number of the update for which they were made
@@ -305,20 +330,23 @@ class GroupScalars:
     def of(self, step: StepScalars) -> list[UpdateScalars]:
         if self._update is not step.update:
             self._update = step.update
-            number = step.update.double()
+            update = step.update.double()
             known = dict[object, Tensors]()  # most groups differ in lr and weight decay alone
-            self._made = [
-                self._scalars(group, step.lr * factor, number, known)
-                for group, factor in zip(self._groups, self._lr_factors, strict=True)
-            ]
+            self._made = [self._scalars(number, step.lr, update, known) for number in range(len(self._groups))]
         return self._made
 
-    def _scalars(self, group: UpdateGroup, lr: Tensor, update: Tensor, known: dict[object, Tensors]) -> UpdateScalars:
-        key = group.betas, group.settings
+    def frozen(self, update: Tensor) -> Frozen:
+        """Return which groups an update freezes. Shapes: update (), 1 for the first."""
+        return {number: entry(self._lr_factors[number], update) == 0 for number in self._moved}
+
+    def _scalars(self, number: int, lr: Tensor, update: Tensor, known: dict[object, Tensors]) -> UpdateScalars:
+        group, moved, of = self._groups[number], self._moved.get(number), self._tables
+        key = group.betas, group.settings, id(moved)
         if key not in known:
-            tables = self._tables
-            values = group.values(lambda table: tables[table].at(update), lambda table: tables[table].product(update))
-            known[key] = self._optimizer.coefficients(update, values)
+            own = update if moved is None else entry(moved, update) + (update - moved.numel()).clamp(min=0.0)
+            values = group.values(lambda table: of[table].at(update), lambda table: of[table].product(update, own))
+            known[key] = self._optimizer.coefficients(own, values)
+        lr = lr * entry(self._lr_factors[number], update)
         return UpdateScalars(lr, self._tables[group.weight_decay].at(update).float(), known[key])
 
 
@@ -331,11 +359,13 @@ class _OnDevice:
 
     def at(self, update: Tensor) -> Tensor:
         """Return the number at an update, FP64 (). Shapes: update FP64 (), 1 for the first."""
-        return entry(self._values, update) if len(self._values) > 1 else self._values.view(())
+        return entry(self._values, update)
 
-    def product(self, update: Tensor) -> Tensor:
-        """Return the product of the numbers of all updates until this one, FP64 (). Shapes: as in `at`."""
+    def product(self, update: Tensor, own: Tensor) -> Tensor:
+        """Return the product of the numbers of all updates until this one, FP64 (). Shapes: as in `at`. `own`: the
+        update's number among those that do not freeze the group; in a table, the others have 1.
+        """
+        if not self._values.dim():
+            return self._values**own
         last = self._values[-1]
-        if len(self._values) == 1:
-            return last**update
         return entry(self._before, update + 1) * last ** (update - len(self._values) + 1).clamp(min=0.0)

@@ -159,11 +159,12 @@ def engine_updates(engine: ShardedEngine, facts: Mapping[str, ParamFacts], watch
     updates = list[Update]()
     for owned in engine.owned_ranges():
         group = engine.optimizer.group_of(owned.spec.name, owned.spec.full_shape)
-        lr, one = number_at(table, applied + 1) * group.lr_factor, facts[owned.spec.name]
+        factor, one = number_at(group.lr_factor, applied + 1), facts[owned.spec.name]
+        lr, moments = number_at(table, applied + 1) * factor, _moments(owned) if factor else {}
         betas = [number_at(beta, applied + 1) for beta in group.betas]
         decays = number_at(group.weight_decay, applied + 1) > 0
         one.count(by_chance=getattr(engine.optimizer, "takes_chances", False))
-        updates.append(Update(one, owned.tensors[MASTER], _moments(owned), applied, lr, betas, decays))
+        updates.append(Update(one, owned.tensors[MASTER], moments, applied, lr, betas, decays))
     for bucket in engine.buckets:
         wire = NOWHERE if bucket.owners.axis.size == 1 else dtype_name(bucket.grads.dtype)
         total = dtype_name(bucket.grad_sum.dtype)

@@ -102,7 +102,7 @@ class UpdateRank:
 
     def _stats(self, row_stats: RowStats) -> None:
         rows = [bucket.row_stats(row_stats) for bucket in self._buckets]
-        stats_by_piece(self._buckets, rows, True)
+        stats_by_piece(self._buckets, rows, True, {})
 
     def _make_casts(self) -> Callable[[], None]:
         """Return a function that casts gradients to FP32, runs torch's fused AdamW and casts masters to half.

@@ -1,5 +1,7 @@
 """Small training loops of users, by wrapper, policy and optimizer. Each runs with an audit or without."""
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -130,6 +132,7 @@ def engine(precision, micro_batches=1, shard="states", kind=megamix.AdamW, **set
 
 HALF = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)
 SUMS = megamix.Precision(BF16, reduce_dtype="half_fp32_sum")
+FROZEN = partial(megamix.AdamW, state_dtype=BF16, groups=(megamix.ParamGroup(pattern="layers.1.*", lr_factor=0.0),))
 ALONE = {
     "fp32": plain,
     "bf16": lambda: plain(BF16),
@@ -137,6 +140,7 @@ ALONE = {
     "autocast fp16, scaler": scaled,
     "autocast fp16, scaler, fused": lambda: scaled(fused=True, micro_batches=2),
     "engine bf16": lambda: engine(megamix.Precision(BF16), clip_grad=1.0),
+    "engine, frozen": lambda: engine(megamix.Precision(BF16), kind=FROZEN),
     "engine, muon": lambda: engine(megamix.Precision(BF16), kind=megamix.Muon),
     "engine fp16": lambda: engine(megamix.Precision(FP16, loss_scale=megamix.DynamicLossScale(init_scale=2.0**16)), 2),
 }

@@ -66,6 +66,7 @@ def dtypes(report, name):
         ("autocast bf16", "fp32 fp32 fp32 - fp32 fp32 fp32 fp32", "fp32 bf16 bf16 - fp32 fp32 fp32 fp32"),
         ("autocast fp16, scaler", "fp32 fp32 fp32 - fp32 fp32 fp32 fp32", "fp32 fp16 fp16 - fp32 fp32 fp32 fp32"),
         ("engine bf16", "bf16 bf16 bf16 - bf16 fp32 fp32 fp32", "bf16 bf16 bf16 - bf16 fp32 fp32 fp32"),
+        ("engine, frozen", "bf16 bf16 bf16 - bf16 fp32 bf16 fp32", "bf16 bf16 bf16 - bf16 fp32 bf16 fp32"),
         ("bf16", "bf16 bf16 bf16 - bf16 bf16 bf16 bf16", "bf16 bf16 bf16 - bf16 bf16 bf16 bf16"),
     ],
 )

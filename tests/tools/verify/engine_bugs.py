@@ -27,6 +27,7 @@ from megamix.mixed_precision.optim.optimizer import Optimizer
 from megamix.mixed_precision.param_gather import ParamGather
 from megamix.mixed_precision.step import StepProgress
 from megamix.mixed_precision.unit_gather import UnitGather
+from megamix.mixed_precision.update_slice import StepScalars
 from megamix.model import decoder, fp8
 from megamix.model.experts import Router, Stack
 from megamix.model.layers import RotaryTable, RotaryTables
@@ -142,8 +143,8 @@ def _squares_times(factor):
     """Plant a factor into the squares that each piece of a parameter adds to the norm."""
 
     @wrong(engine_module, "stats_by_piece")
-    def stats_by_piece(right, buckets, row_stats, counts):
-        squares, peaks = right(buckets, row_stats, counts)
+    def stats_by_piece(right, buckets, *others):
+        squares, peaks = right(buckets, *others)
         factors = [factor(piece.spec) for bucket in buckets for piece in bucket.pieces]
         return torch.stack([squares * torch.tensor(factors, dtype=squares.dtype), peaks])
 
@@ -247,9 +248,10 @@ def decay_on_all():
     return _groups(weight_decay=(0.1,))
 
 
-def frozen_moves():
-    """A group's factor of the learning rate, zero, is lost."""
-    return _groups(lr_factor=1.0)
+@wrong(StepScalars, "holds")
+def frozen_moves(right, step, group):
+    """The states of a group that is frozen move on."""
+    return step.found_inf
 
 
 def betas_of_the_first_group():

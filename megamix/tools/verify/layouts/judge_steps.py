@@ -20,7 +20,7 @@ from megamix.config import Config, ranks_along, reading_ranks
 from megamix.mixed_precision.observer import DIRECTION, GRADIENT, SOURCE
 from megamix.mixed_precision.optim.muon import Muon
 from megamix.mixed_precision.optim.optimizer import Optimizer
-from megamix.mixed_precision.update_slice import AVERAGE, MASTER, Table, UpdateGroup, UpdateScalars, number_at
+from megamix.mixed_precision.update_slice import AVERAGE, MASTER, Table, UpdateGroup, UpdateScalars, number_at, table_of
 from megamix.tools.verify.core.bisect import RankTape, culprit
 from megamix.tools.verify.core.hypotheses import RightStep, factor_of, lost
 from megamix.tools.verify.core.norm_kinds import explain_norm
@@ -148,6 +148,10 @@ class _Judged:
         # In the order of backward: a wrong gradient makes those behind it wrong.
         names, grads = reversed([*dict(reference.native.named_parameters())]), self.after.of(GRADIENT)
         self.grads = {name: grads[name].double() / self.divisor for name in names if name in grads}
+        number = int(self.of["applied_updates"]) + self.found_inf
+        factors = {name: optimizer.group_of(name, tuple(grad.shape)).lr_factor for name, grad in self.grads.items()}
+        # those of groups that the update does not freeze
+        self.counted = {name: grad for name, grad in self.grads.items() if number_at(factors[name], number)}
         self.choices = assemble_choices(ranks, by_rank)
         chosen = zip(chain(*by_rank), chain(*self.choices), strict=True)
         tp_size = ranks_along(config.parallelism, "tp")
@@ -175,7 +179,7 @@ class _Judged:
             for name, value in other.items():
                 same = value == self.of[name] or (math.isnan(value) and math.isnan(self.of[name]))
                 self.verdict.expect("agreement", f"{name} on rank {rank}", same)
-        self.verdict.expect("overflow flag", "all gradients", finite(self.grads) != self.found_inf)
+        self.verdict.expect("overflow flag", "all gradients", finite(self.counted) != self.found_inf)
 
     def nothing_changed(self) -> None:
         for (state, name), tensor in self.before.tensors.items():
@@ -261,10 +265,10 @@ class _Judged:
         Bound: the squares of a row of 64 are summed in FP32, 64 roundings at most, all else in FP64; the root halves a
         relative error; and the report is rounded once.
         """
-        want, told = norm_of(self.grads), self.of["grad_norm"]
-        explain = partial(explain_norm, self.right, told, self.grads, slack=2 * U32)
+        want, told = norm_of(self.counted), self.of["grad_norm"]
+        explain = partial(explain_norm, self.right, told, self.counted, slack=2 * U32)
         self.verdict.note("norm", "all gradients", abs(told - want), 34 * U32 * want, explain)
-        largest = max(map(max_abs, self.after.of(GRADIENT).values()))
+        largest = max(max_abs(self.after.tensors[GRADIENT, name]) for name in self.counted)
         self.verdict.note("largest", "all gradients", abs(self.of["max_abs"] - largest), 0.0)
 
     def average(self) -> None:
@@ -274,7 +278,7 @@ class _Judged:
         """
         if self.config.training.average is None:
             return
-        share = 1 - self.config.training.average.decay
+        share = 1 - table_of(self.config.training.average.decay)[0]
         for name, after in self.after.of(AVERAGE).items():
             before, master = self.before.tensors[AVERAGE, name].double(), self.after.tensors[MASTER, name]
             want = torch.lerp(before, master.double(), share)
@@ -284,7 +288,7 @@ class _Judged:
     def update(self) -> None:
         """Check masters and states by the optimizer's equation, from the gathered gradient and the values before."""
         clip = self.config.optimizer.clip_grad
-        coefficient = self.verdict.coefficient(clip, norm_of(self.grads))
+        coefficient = self.verdict.coefficient(clip, norm_of(self.counted))
         count = int(self.of["applied_updates"])
         lr = number_at(tuple(lr_table(self.config.lr_schedule, self.config.optimizer, self.config.pace)), count)
         told = f"{self.of['lr']:.4g}, where the schedule has {lr:.4g} for update {count}"
@@ -301,6 +305,11 @@ class _Judged:
                 self.verdict.expect("states", name, False, told)
                 continue
             before = {state: self.before.tensors[state, name] for state in dtypes}
+            if name not in self.counted:
+                for state in dtypes:
+                    got, text = self.after.tensors[state, name], "moved, though its group is frozen"
+                    self.verdict.equal("weight" if state == MASTER else state, name, got, before[state], text)
+                continue
             rule: Rule = partial(exact_update, self.optimizer, group, count)
             if isinstance(self.optimizer, Muon) and self.optimizer.matrices(name, tuple(grad.shape)):
                 want = rule(grad, before, lr=lr, weight_decay=0.0, update=count)[MASTER]
@@ -309,7 +318,7 @@ class _Judged:
                 rule = partial(matrix_rule, rule, judge_matrices(self.verdict, *at))
             after = {state: self.after.tensors[state, name] for state in dtypes}
             right = RightUpdate(
-                rule=rule, name=name, grad=grad, before=before, lr=lr * group.lr_factor, update=count,
+                rule=rule, name=name, grad=grad, before=before, lr=lr * number_at(group.lr_factor, count), update=count,
                 weight_decay=number_at(group.weight_decay, count), attempts=self.verdict.attempt + 1,
                 coefficient=coefficient, loss_scale=self.of["loss_scale"],
             )  # fmt: skip
