@@ -196,7 +196,7 @@ def _context_parallel(config: Any) -> Found:
     if section.context.method == "gather" and getattr(config.model, "attention_softcap", None) is not None:
         needs = "but model.attention_softcap needs all keys of a head on one rank"
         yield key, f'{needs}; write method = "heads", or parallelism.context = false'
-    chunks = 1 if by_heads else DEALT_CHUNKS if config.data.packing == "documents" else 2
+    chunks = 1 if by_heads else DEALT_CHUNKS if config.data.packing != "none" else 2
     divisor = chunks * cp_size
     if tp_size > 1 and section.tensor.sequence_parallel:
         divisor = math.lcm(divisor, cp_size * tp_size)

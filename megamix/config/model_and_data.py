@@ -444,8 +444,8 @@ class DataConfig(Section):
     unless split is set."""
     split: Annotated[tuple[PositiveFloat, PositiveFloat] | None, Field(strict=False, examples=[[95, 5]])] = None
     """Shares of each file's documents for training and validation, on any scale. Not set: train has all."""
-    packing: Literal["none", "documents"] = "none"
+    packing: Literal["none", "documents", "best_fit"] = "none"
     """none: a sequence continues into the next document. documents: attention stays within a document, positions
-    restart, and its first token is not predicted."""
+    restart, and its first token is not predicted. best_fit: so, and no document that fits in a sequence is cut."""
     tokenizer: Text | None = None
     """A tokenizer.json, for the sample of text at a run's end. Not set: no sample."""

@@ -146,7 +146,7 @@ class ContextConfig(Section):
     """Context-parallel ranks, which divide the positions of each sequence."""
 
     size: _Ranks
-    """Number of ranks. 2*size must divide seq_len; 8*size if packing is "documents"; size if method is "heads"."""
+    """Number of ranks. 2*size must divide seq_len; 8*size if documents are packed; size if method is "heads"."""
     method: Literal["gather", "heads"] = "gather"
     """Each rank gathers keys and values of all positions for its queries, or exchanges its positions for all positions
     of some heads; then size*tensor.size must divide num_kv_heads."""

@@ -16,6 +16,7 @@ token_index      places of the documents in them
 In training:
 steady_file      a file that changes while it is read is found out
 source           windows of tokens from these files, from mixtures of them, or made up
+best_fit         windows of whole documents, by their lengths
 sampler          the order of samples, over several sources too
 deal             the parts of packed sequences that context-parallel ranks compute
 loader           batches, read ahead

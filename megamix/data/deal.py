@@ -1,12 +1,12 @@
 """The deal of packed sequences to context-parallel ranks, by the work of attention in each chunk of a sequence."""
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megamix.base.constants import DEALT_CHUNKS
+from megamix.data.sampler import Ints
 
 
-def deal_chunks(positions: NDArray[np.int64], num_ranks: int) -> NDArray[np.int64]:
+def deal_chunks(positions: Ints, num_ranks: int) -> Ints:
     """Return the numbers of the chunks that each rank computes, in ascending order. They depend on positions alone.
 
     The chunk with the most work goes first, to the rank with the least work so far among those that have room. A
@@ -18,7 +18,7 @@ def deal_chunks(positions: NDArray[np.int64], num_ranks: int) -> NDArray[np.int6
     return np.stack([_deal(work, num_ranks) for work in works])
 
 
-def _deal(work: NDArray[np.int64], num_ranks: int) -> NDArray[np.int64]:
+def _deal(work: Ints, num_ranks: int) -> Ints:
     dealt: list[list[int]] = [[] for _ in range(num_ranks)]
     load = np.zeros(num_ranks)
     for chunk in np.argsort(-work, kind="stable").tolist():

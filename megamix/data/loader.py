@@ -5,14 +5,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from megamix.data.deal import deal_chunks
-from megamix.data.sampler import Samples
-from megamix.data.source import SampleSource
+from megamix.data.sampler import Ints, Samples
+from megamix.data.source import NO_TOKEN, SampleSource
 
 IGNORE = -100  # a target that no loss counts; torch's own value for it
 
@@ -115,12 +113,14 @@ class BatchLoader:
         if rows.positions is None:
             return Batch(tokens, targets, None, targets.numel())
         begins = rows.positions[:, 1:] == 0
-        targets[torch.from_numpy(begins)] = IGNORE
-        positions, num_counted = self._tensor(rows.positions[:, :-1]), begins.size - int(begins.sum())
+        ignored = begins | (rows.tokens[:, 1:] == NO_TOKEN)
+        targets[torch.from_numpy(ignored)] = IGNORE
+        tokens.clamp_(min=0)
+        positions, num_counted = self._tensor(rows.positions[:, :-1]), ignored.size - int(ignored.sum())
         # Documents are counted on the host: to count them on a GPU the host would have to wait for it.
         dealt = self._tensor(deal_chunks(rows.positions[:, :-1], self._num_dealt)) if self._num_dealt > 1 else None
         return Batch(tokens, targets, positions, num_counted, len(begins) + int(begins[:, :-1].sum()), dealt)
 
-    def _tensor(self, values: NDArray[np.int64]) -> Tensor:
+    def _tensor(self, values: Ints) -> Tensor:
         out = torch.empty(values.shape, dtype=torch.int64, pin_memory=self._device.type == "cuda")
         return out.copy_(torch.from_numpy(values))

@@ -1,26 +1,27 @@
 """Sources of samples: one small interface, implemented by token files, by mixtures and by a made-up Markov chain."""
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megamix.data.sampler import Blend, BlendStage, mix64, permute, windows_of_samples
+from megamix.data.sampler import Blend, BlendStage, Ints, mix64, permute, windows_of_samples
 from megamix.data.steady_file import DataError
 from megamix.data.token_file import TokenFile, id_outside, id_problem
-from megamix.data.token_index import DocumentOffsets
+from megamix.data.token_index import STRIDE, DocumentOffsets
 
-Numbers = range | NDArray[np.int64]  # numbers of samples
+NO_TOKEN = -1  # fills up a row: read as token 0, and no target
+Numbers = range | Ints  # numbers of samples
 
 
 class Rows(NamedTuple):
     """Samples, one per row. The last token of a row is only a target."""
 
-    tokens: NDArray[np.int64]  # (samples, seq_len + 1)
+    tokens: Ints  # (samples, seq_len + 1); with positions, NO_TOKEN behind the end of a row
     # (samples, seq_len + 1): each token's place in its document, counted from the row's start if the document began
     # before. A token at place 0 is not predicted from the token before it. None: a row is one document.
-    positions: NDArray[np.int64] | None = None
+    positions: Ints | None = None
 
 
 class SampleSource(Protocol):
@@ -74,14 +75,32 @@ class TokenFileSource:
         first, *others = [str(stretch.file.path.with_suffix("")) for stretch in stretches]
         self.name = f"{first} and {len(others)} more" if others else first
         self.num_tokens = sum(stretch.stop - stretch.start for stretch in stretches)
-        counts = [stretch.windows(seq_len, packed) for stretch in stretches]
-        self._ends = np.cumsum(np.maximum(counts, 0))  # number of windows up to each stretch's end
-        self.num_windows = int(self._ends[-1])
+        self.num_windows, held = self._count_windows()
         if not self.num_windows:
             raise ValueError(
                 f"a token file of {self.num_tokens} tokens holds no window of model.seq_len + 1 = {seq_len + 1}; "
                 "shorten model.seq_len or prepare more text"
             )
+        self.padding = max(0.0, 1 - held / (self.num_windows * (seq_len + 1)))  # share of all windows' tokens
+
+    def _count_windows(self) -> tuple[int, int]:
+        """Return the number of windows, and of the tokens to put in them."""
+        counts = [stretch.windows(self.seq_len, self.packed) for stretch in self._stretches]
+        self._ends = np.cumsum(np.maximum(counts, 0))  # number of windows up to each stretch's end
+        num_windows = int(self._ends[-1])
+        return num_windows, self.num_tokens + num_windows - len(counts)  # they overlap by one token
+
+    def cut_documents(self) -> float:
+        """Return the share of documents that would fit in a window, but lie in two."""
+        cut = documents = 0
+        for stretch in self._stretches:
+            for _, offsets in stretch.file.document_offsets.blocks(stretch.start, stretch.stop):
+                begins, lengths = offsets[:-1] - stretch.start, np.diff(offsets)
+                lasts = begins + lengths - 2  # the last token of a document that predicts its next one
+                is_cut = begins // self.seq_len != lasts // self.seq_len
+                cut += int((is_cut & (lengths > 1) & (lengths < self.seq_len + 2)).sum())
+                documents += int((lengths > 0).sum())
+        return cut / documents
 
     def read(self, samples: Numbers) -> Rows:
         """Return the samples of these numbers.
@@ -98,18 +117,22 @@ class TokenFileSource:
             file, start, stop = self._stretches[place]
             starts = start + (windows[rows] - (self._ends[place - 1] if place else 0)) * self.seq_len
             stops = np.minimum(starts + self.seq_len + 1, stop)
-            for row, stretch in zip(rows.tolist(), file.tokens.stretches(starts.tolist(), stops.tolist()), strict=True):
+            for row, stretch in zip(rows.tolist(), self._read(place, starts, stops), strict=True):
                 tokens[row, : len(stretch)] = stretch
-            if (token_id := id_outside([tokens[rows]], self._vocab_size)) is not None:
-                raise DataError(f"{file.path}: {id_problem(token_id, self._vocab_size)}")
             if positions is not None:
                 positions[rows] = _positions(file.document_offsets, starts, stops, self.seq_len + 1)
         return Rows(tokens, positions)
 
+    def _read(self, place: int, starts: Ints, stops: Ints) -> list[NDArray[Any]]:
+        """Return tokens start .. stop - 1 of a stretch's file, for each pair. Raises: as `read`."""
+        file = self._stretches[place].file
+        found = file.tokens.stretches(starts.tolist(), stops.tolist())
+        if (token_id := id_outside([np.concatenate(found)], self._vocab_size)) is not None:
+            raise DataError(f"{file.path}: {id_problem(token_id, self._vocab_size)}")
+        return found
 
-def _positions(
-    offsets: DocumentOffsets, starts: NDArray[np.int64], stops: NDArray[np.int64], length: int
-) -> NDArray[np.int64]:
+
+def _positions(offsets: DocumentOffsets, starts: Ints, stops: Ints, length: int) -> Ints:
     """Return each token's distance from its document's start, or from the row's start if that is nearer; 0 from the
     row's stop on.
 
@@ -118,15 +141,11 @@ def _positions(
     places = np.arange(length)
     # Index in the row at which a token's document begins. Each place behind the stop counts as a document's beginning.
     begins = np.where(places < (stops - starts)[:, None], 0, places)
-    documents, rows = offsets.not_behind(starts), np.arange(len(starts))
-    while rows.size:  # 64 documents at a time; an empty document has the next one's offset
-        some = offsets[np.minimum(documents[rows, None] + np.arange(64), len(offsets) - 1)]
-        before = some < stops[rows, None]
-        inside = before & (some >= starts[rows, None])
-        some = (some - starts[rows, None])[inside]
-        begins[np.repeat(rows, inside.sum(1)), some] = some
-        documents[rows] += 64
-        rows = rows[before[:, -1]]
+    nearest, last = offsets.not_behind(starts), offsets.not_behind(stops)
+    for row, start in enumerate(starts):
+        some = offsets[nearest[row] : last[row] + STRIDE] - start
+        some = some[(some >= 0) & (some < stops[row] - start)]
+        begins[row, some] = some
     return places - np.maximum.accumulate(begins, axis=1)
 
 

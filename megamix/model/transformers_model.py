@@ -176,8 +176,9 @@ class TransformersModel(LanguageModel):
         whole = _first_weights(self.config, seed)
         if packed and not _keeps_documents_apart(whole):
             raise ValueError(
-                f'data.packing: got "documents", but the positions of a model of type {self.hf.config.model_type} do '
-                'not keep documents apart: a token sees the documents before its own; write packing = "none"'
+                'data.packing: got "documents" or "best_fit", but the positions of a model of type '
+                f"{self.hf.config.model_type} do not keep documents apart: a token sees the documents before its own; "
+                'write packing = "none"'
             )
         values = {_PREFIX + name: param.detach().view(-1) for name, param in whole.named_parameters()}
 

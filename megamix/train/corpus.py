@@ -15,6 +15,7 @@ import numpy as np
 
 from megamix.config import DataSource, DecoderConfig, whole_weights
 from megamix.config.model_and_data import SPLIT_SET, DataConfig
+from megamix.data.best_fit import BestFitSource
 from megamix.data.prepare import MANIFEST_NAME
 from megamix.data.sampler import BlendStage, mix64
 from megamix.data.source import BlendedSource, MarkovSource, SampleSource, TokenFileSource, TokenSpan, split
@@ -52,7 +53,7 @@ class JobCorpus:
 
     def __init__(self, section: DataConfig, model: DecoderConfig):
         self.section, self.seq_len, self.vocab_size = section, model.seq_len, model.vocab_size
-        self.packed = section.packing == "documents"
+        self.packed = section.packing != "none"
         # The sizes that every source and every check of a file takes by name.
         self._sizes = {"seq_len": self.seq_len, "vocab_size": self.vocab_size}
 
@@ -80,15 +81,16 @@ class JobCorpus:
         made = (self._registered(source, seed) for source in self.section.train)
         return next((one for one in made if one is not None), None)
 
-    def epochs(self, seed: int, samples: int) -> Iterator[tuple[float, int, str]]:
-        """Yield how often the first samples of training read each corpus of token files, its tokens, and its name.
+    def epochs(self, seed: int, samples: int) -> Iterator[tuple[float, str]]:
+        """Yield how often the first samples of training read each corpus of token files, and how this is packed.
 
         Raises: as `training`.
         """
         source = self.training(seed)
         for part, count in source.parts(samples) if isinstance(source, BlendedSource) else [(source, samples)]:
             if isinstance(part, TokenFileSource):
-                yield count / part.num_windows, part.num_tokens, part.name
+                packed = f"padding {part.padding:.2%}, documents cut {part.cut_documents():.2%}"
+                yield count / part.num_windows, f"{part.num_tokens:,} in {part.name}; {packed}"
 
     def prefixes(self) -> dict[str, str]:
         """Return the prefix of every token file, by the key that names the file."""
@@ -245,7 +247,8 @@ class JobCorpus:
         if entry[0].markov is not None:
             return MarkovSource(**self._sizes, branching=entry[0].markov, seed=seeds.made_up)
         stretches = [self._stretch(source.path, part) for source in entry if source.path is not None]
-        return TokenFileSource(stretches, **self._sizes, seed=seeds.order, packed=self.packed)
+        kind = BestFitSource if self.section.packing == "best_fit" else TokenFileSource
+        return kind(stretches, **self._sizes, seed=seeds.order, packed=self.packed)
 
     def _registered(self, source: DataSource, seed: int) -> Any:
         """Return the source that a plugin builds for an entry with the plugin's key, or None for other entries."""

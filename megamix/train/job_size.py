@@ -70,7 +70,7 @@ class JobSize:
         batches = sorted(pace.seq_len * size for _, size in pace.sizes)
         batch = " to ".join(f"{size:,}" for size in dict.fromkeys((batches[0], batches[-1])))
         most = sorted(self._corpus.epochs(self._seed, tokens // pace.seq_len), reverse=True)[:3]  # there may be many
-        corpora = [f"{often:,.2f} epochs of {size:,} in {name}" for often, size, name in most]
+        corpora = [f"{often:,.2f} epochs of {corpus}" for often, corpus in most]
         return [("tokens", f"{tokens:,} in {pace.steps:,} updates of {batch}"), *(("", it) for it in corpora)]
 
     def _disk(self) -> tuple[str, bool]:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from megamix.data.best_fit import BestFitSource
 from megamix.data.loader import IGNORE, BatchLoader, joined
 from megamix.data.sampler import Blend, BlendStage, micro_batches
 from megamix.data.source import BlendedSource, MarkovSource, TokenFileSource, TokenSpan, split
@@ -28,9 +29,9 @@ def write(prefix, lengths, first=0):
     return TokenFile(prefix)
 
 
-def source_of(*files, vocab_size=2**16, packed=False):
+def source_of(*files, vocab_size=2**16, packed=False, kind=TokenFileSource):
     spans = [TokenSpan.whole(file) for file in files]
-    return TokenFileSource(spans, seq_len=8, vocab_size=vocab_size, seed=1, packed=packed)
+    return kind(spans, seq_len=8, vocab_size=vocab_size, seed=1, packed=packed)
 
 
 def batch_of(source, samples):
@@ -152,11 +153,11 @@ def test_the_entropy_is_the_one_stated(branching):
     assert math.log(branching) - 0.006 < entropy <= math.log(branching) + 1e-12
 
 
-def mixture(folder):
+def mixture(folder, kind):
     """Return a mixture of two packed files and a chain, in two stages, with several epochs of each."""
     rng = np.random.default_rng(0)
     files = [write(folder / name, rng.integers(1, 20, size=10), 100 * n) for n, name in enumerate("ab")]
-    sources = [*(source_of(file, packed=True) for file in files), chain()]
+    sources = [*(source_of(file, packed=True, kind=kind) for file in files), chain()]
     return BlendedSource(sources, [BlendStage(0, (7, 2, 0)), BlendStage(150, (1, 3, 2))], packed=True)
 
 
@@ -171,9 +172,12 @@ def read_batch(source, batch, dp_size):
     ]
 
 
+@pytest.mark.parametrize("kind", [TokenFileSource, BestFitSource])
 @pytest.mark.parametrize(("overflowing", "legs"), [(0, 200 if FULL else 20), (0.4, 40 if FULL else 12)])
-def test_a_run_reads_the_same_rows_on_1_2_and_4_ranks_and_after_any_resumes_and_overflows(tmp_path, overflowing, legs):
-    source, draw = mixture(tmp_path), random.Random(5)
+def test_a_run_reads_the_same_rows_on_1_2_and_4_ranks_and_after_any_resumes_and_overflows(
+    tmp_path, overflowing, legs, kind
+):
+    source, draw = mixture(tmp_path, kind), random.Random(5)
     rows, progress = [], None
     for _ in range(legs):
         dp_size = draw.choice([1, 2, 4])

@@ -148,10 +148,13 @@ def test_an_export_is_what_transformers_loads(folder, begun, capsys):
 LFM = KINDS["phi"] | {"layer_types": ["conv", "full_attention"], "block_ff_dim": 48}
 
 
-@pytest.mark.parametrize("kind", ["gpt_oss", "opt", "lfm2", "olmo2"])
-def test_packed_documents_need_positions_that_keep_them_apart(folder, kind):
+@pytest.mark.parametrize(
+    ("kind", "packing"),
+    [("gpt_oss", "documents"), ("opt", "best_fit"), ("lfm2", "documents"), ("olmo2", "documents")],
+)
+def test_packed_documents_need_positions_that_keep_them_apart(folder, kind, packing):
     model = odd(folder, "lfm2", LFM) if kind == "lfm2" else {}
-    packed = job(folder, kind, f"{kind}-packed", data={"packing": "documents"}, training={"steps": 1}, model=model)
+    packed = job(folder, kind, f"{kind}-packed", data={"packing": packing}, training={"steps": 1}, model=model)
     if kind == "olmo2":
         run_on_ranks(packed)
     else:

@@ -80,9 +80,11 @@ def test_each_fact_is_a_line_on_one_rank_and_on_two(tmp_path, data, monkeypatch)
     assert one.pop("memory").startswith(f"{needed} {between}")
     assert two.pop("memory").startswith(f"{amount(10 * params)} {between}")
     assert two == one
+    # Documents are of a window's 33 tokens, and windows overlap by one: one in 32 begins with its window.
+    told = "padding 0.00%, documents cut 96.85%"
     assert one == {
         "parameters": "0.0348 M",
-        "tokens": f"3,072 in 12 updates of 256\n0.05 epochs of 66,000 in {data}/train",
+        "tokens": f"3,072 in 12 updates of 256\n0.05 epochs of 66,000 in {data}/train; {told}",
         "checkpoint": f"{taken}; 1 of them and the weights need {needed}, 1.00 GiB are free in {tmp_path}/run",
     }
 
@@ -107,7 +109,9 @@ def test_a_mixture_names_the_corpora_that_are_read_most_and_a_ramp_its_batches(t
     config = tiny_job(tmp_path, tokens=data, train=train, stages=[later], batch_ramp=[[0, 4], [4, 8]])
     # 16 + 64 samples of 32 tokens: of the first 32 a quarter and three quarters, then all of one.
     assert _words(config)["tokens"] == (
-        f"2,560 in 12 updates of 128 to 256\n0.12 epochs of 6,600 in {small}\n0.03 epochs of 66,000 in {data}/train"
+        "2,560 in 12 updates of 128 to 256\n"
+        f"0.12 epochs of 6,600 in {small}; padding 0.00%, documents cut 96.50%\n"
+        f"0.03 epochs of 66,000 in {data}/train; padding 0.00%, documents cut 96.85%"
     )
     made_up = [{"markov": 4}]
     assert _words(tiny_job(tmp_path, train=made_up, valid=made_up))["tokens"] == "3,072 in 12 updates of 256"

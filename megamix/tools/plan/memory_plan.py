@@ -183,7 +183,7 @@ def _plan_part(
         batch=(training.micro_batch_size, config.model.seq_len),
         dtype=precision.dtype,
         machine=machine,
-        packed=config.data.packing == "documents",
+        packed=config.data.packing != "none",
         division=type(section)(**{key: getattr(section, key) for key in (*_DIVIDING, *MORE_AXES.sections)}),
         fp8=config.precision.fp8,
         in_halves=section.pipeline is not None and section.pipeline.schedule.endswith("zero_bubble"),

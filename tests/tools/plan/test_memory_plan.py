@@ -231,10 +231,11 @@ def test_how_many_matrices_travel_is_said():
 
 @pytest.mark.parametrize(("dtype", "has_mask"), [("bf16", False), ("fp32", True)])
 def test_packed_documents_take_a_mask_on_a_gpu_in_fp32_alone(dtype, has_mask):
-    packed, plain = (
+    packed, plain, best_fit = (
         plan_memory(_config(dtype=dtype, seq_len=512, vocab_size=64, packing=packing), 1, "gpu").phases
-        for packing in ("documents", "none")
+        for packing in ("documents", "none", "best_fit")
     )
+    assert best_fit == packed
     positions, mask = 8 * 4 * 512, 4 * 512 * 512  # bytes
     assert packed["backward"] >= plain["backward"] + positions
     assert (packed["forward"] >= plain["forward"] + positions + mask) == has_mask
