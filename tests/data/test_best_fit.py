@@ -100,7 +100,8 @@ def test_two_lengths_of_any_kind_take_few_more_windows_than_the_bound():
             counts = np.zeros(room + 1, dtype=np.int64)
             share = dice.choice([dice.random(), 1 / 2, 1 / 3, 2 / 3, 1 / 4])
             counts[[one, other]] = round(10**7 * share), round(10**7 * (1 - share))
-            assert bound_of(counts) <= plan_windows(counts).begins[-1] <= 1.1 * bound_of(counts) + 2, (room, counts)
+            bound, windows = bound_of(counts), plan_windows(counts).begins[-1]
+            assert bound - 0.01 <= windows <= 1.1 * bound + 2, (room, one, other, share)
 
 
 @pytest.mark.parametrize("seq_len", [2048, 131_072] if FULL else [2048])
