@@ -17,7 +17,6 @@ from tests.builders import FP32, make_engine
 FACTORS = [0, 0.0, 1.0, 0.0, 0.5]  # of the second block; the last one stays
 UPDATES = range(6)
 MOVES = [2, 4, 5]  # updates that do not freeze it
-SHARDS = ("states", "gradients", "parameters")
 SCALED = Precision(torch.float16, loss_scale=StaticLossScale(2.0**6))
 # Optimizers with the schedules of some updates.
 OPTIMIZERS = {
