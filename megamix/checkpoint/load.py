@@ -8,6 +8,7 @@ import math
 import secrets
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,17 +18,8 @@ from megamix.base.clock import Clock
 from megamix.checkpoint.all_or_none import AllOrNone
 from megamix.checkpoint.boxes import Box, boxes_of_range
 from megamix.checkpoint.folder import DAMAGED, Files, checkpoints
-from megamix.checkpoint.manifest import (
-    AVERAGE,
-    BUFFER,
-    MASTER,
-    DamagedCheckpoint,
-    FileRecord,
-    Manifest,
-    StateSet,
-    states_text,
-)
-from megamix.checkpoint.phase import Phase
+from megamix.checkpoint.manifest import AVERAGE, BUFFER, DamagedCheckpoint, FileRecord, Manifest, StateSet, states_text
+from megamix.checkpoint.phase import DRAWN, Phase
 from megamix.checkpoint.snapshot import DTYPES, Part, buffer_parts, frozen_params, owned_parts, state_sets
 from megamix.checkpoint.tensor_file import Stored, verified_chunks
 from megamix.checkpoint.verify import Check, Checkpoint, read_checkpoint
@@ -131,9 +123,8 @@ def load(checkpoint: Checkpoint, engine: ShardedEngine, all_or_none: AllOrNone, 
         raise ValueError(f"{checkpoint.path} does not fit this model and optimizer: " + "; ".join(problems))
     rank, size = all_or_none.rank, all_or_none.size
     try:
-        _agree_on(
-            all_or_none.every(lambda: fill(checkpoint, _saved_parts(manifest, engine, phase), engine.clock, rank, size))
-        )
+        wanted = partial(_saved_parts, manifest, engine, phase)
+        _agree_on(all_or_none.every(lambda: fill(checkpoint, wanted(), engine.clock, rank, size)))
     except DamagedCheckpoint:
         # The engine's earlier state is lost: keeping it would double the memory, and verifying first would read every
         # byte twice. If a caller trained on without another load, nobody would notice damaged values, but NaN is
@@ -167,7 +158,7 @@ def _saved_parts(manifest: Manifest, engine: ShardedEngine, phase: Phase | None)
     if phase is not None and engine.average_decay is not None:
         engine.begin_average()
     for part in parts:
-        if part.state not in (MASTER, AVERAGE):
+        if part.state not in DRAWN:
             part.tensor.zero_()
     return [part for part in (*parts, *buffer_parts(engine)) if (part.param, part.state) in common]
 

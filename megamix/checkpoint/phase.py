@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from megamix.base.names import matches
+from megamix.checkpoint.manifest import AVERAGE, MASTER
 
 Shapes = Mapping[str, tuple[int, ...]]
+DRAWN = (MASTER, AVERAGE)  # states that begin with a parameter's first values; the others begin at zero
 
 
 class Phase(NamedTuple):

@@ -5,11 +5,9 @@ code have changed, so that `--check` is fast.
 import os
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 from megamix.checkpoint.folder import CHECKPOINTS, MANIFEST, checkpoints
 from megamix.checkpoint.manifest import Manifest, RunRecord, check_size, read_manifest
-from megamix.checkpoint.phase import Phase
 from megamix.config import Config, ConfigError, DecoderConfig, Pace, first_weights
 from megamix.launch.run_folder import RESUME_WORDS, checkpoint_words, nothing_saved
 from megamix.launch.run_lock import refuse_held
@@ -17,16 +15,7 @@ from megamix.launch.run_status import read_status
 from megamix.train.corpus import JobCorpus
 from megamix.train.own_code import own_code
 from megamix.train.resume_rules import RNG_RULE, changes, no_step_left, none_is_whole, path_is_damaged, trained_on
-from megamix.train.second_phase import second_phase
-
-
-class Continuation(NamedTuple):
-    """What a run takes from a checkpoint."""
-
-    lines: list[str]  # of the log
-    phase: Phase | None = None  # what it has otherwise; None: it is the run's own checkpoint
-    drawn: frozenset[str] = frozenset()  # parameters that get first values, in all rows or in some
-    data_go_on: bool = True
+from megamix.train.second_phase import Continuation, second_phase
 
 
 class Judge:
@@ -46,7 +35,8 @@ class Judge:
         if applied > pace.steps:
             raise ConfigError([self._shorter(path, applied)], "job")
         own = path.parent == self._folder
-        lines, of_data = changes(path, manifest, self._record, own=own, surgery=bool(section.begin_anew))
+        since = changes(path, manifest, self._record, own=own, surgery=bool(section.begin_anew))
+        lines = [*since.told]
         optimizer_changed = any(line.startswith("optimizer.") for line in lines)
         if own and not manifest.weights_only and (optimizer_changed or self._other_code(manifest)):
             self._check_states(path, manifest)
@@ -65,8 +55,8 @@ class Judge:
             told.append(f"checkpoint.resume: {section.resume} is not read, {why}")
         if own:
             return Continuation(told)
-        phase, drawn, kept = second_phase(path, manifest, self._config.model, section.begin_anew, lines, of_data)
-        return Continuation(told + kept, phase, drawn, not of_data)
+        found = second_phase(path, manifest, self._config.model, section.begin_anew, since)
+        return found._replace(lines=told + found.lines)
 
     def continuation_of_start(self, path: Path, manifest: Manifest) -> Continuation:
         """Return `continuation`, with a line if the next update's learning rate has changed."""

@@ -12,9 +12,9 @@ from megamix.checkpoint.manifest import DamagedCheckpoint, Manifest, RunRecord
 from megamix.checkpoint.verify import Checkpoint
 from megamix.config import ConfigError, Pace
 from megamix.mixed_precision.engine import ShardedEngine
-from megamix.train.judge import Continuation
 from megamix.train.resume_rules import no_step_left, none_is_whole, path_is_damaged
 from megamix.train.run_record import Progress, check_run
+from megamix.train.second_phase import Continuation
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,50 +2,52 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from megamix.checkpoint.manifest import BUFFER, Manifest
 from megamix.checkpoint.phase import Phase, Shapes
 from megamix.config import ConfigError, DecoderConfig
+from megamix.train.resume_rules import Changes
 
 _TOLD = 4  # most names in a line
 
 
-def second_phase(
-    path: Path,
-    manifest: Manifest,
-    model: DecoderConfig,
-    begin_anew: tuple[str, ...],
-    changed: Sequence[str],
-    of_data: Sequence[str],
-) -> tuple[Phase, frozenset[str], list[str]]:
-    """Return the phase that begins from a checkpoint, the parameters that get first values, and the lines that say so.
+class Continuation(NamedTuple):
+    """What a run takes from a checkpoint."""
 
-    `model`: the present one. `begin_anew`: patterns. `changed`: lines on the keys whose values have changed. `of_data`:
-    keys by which the data begin anew.
+    lines: list[str]  # of the log
+    phase: Phase | None = None  # what it has otherwise; None: it is the run's own checkpoint
+    drawn: frozenset[str] = frozenset()  # parameters that get first values, in all rows or in some
+    data_go_on: bool = True
+
+
+def second_phase(
+    path: Path, manifest: Manifest, model: DecoderConfig, begin_anew: tuple[str, ...], since: Changes
+) -> Continuation:
+    """Return what a new run of the present `model` takes from another run's checkpoint. `begin_anew`: patterns.
+
     Raises: ConfigError naming parameters that can neither be kept nor begin anew.
     """
     before = manifest.run.tables()
     phase = Phase(begin_anew, (before.get("model", {}).get("vocab_size", 0), model.vocab_size))
     saved = {param.name: param.shape for param in manifest.params if BUFFER not in manifest.states[param.state_set]}
-    own: Shapes = saved
-    other_model = bool(phase.begin_anew) or any(line.startswith("model.") for line in changed)
-    if other_model:
-        own = _shapes_now(path, manifest, model, phase, saved)
+    other_model = bool(begin_anew) or any(line.startswith("model.") for line in since.told)
+    own = _shapes_now(path, manifest, model, phase, saved) if other_model else saved
     grown, new = phase.grown(saved, own), [name for name in own if phase.is_new(name)]
     anew = [f"rows {saved[name][0]} to {own[name][0] - 1} of {name}, drawn by training.seed" for name in grown]
     if new:
         anew.append(f"{_listed(new)}, drawn by training.seed")
-    if any(line.startswith("optimizer.name:") for line in changed):
+    if any(line.startswith("optimizer.name:") for line in since.told):
         anew.append("at zero, states of the optimizer that the checkpoint lacks")
-    if of_data:
-        anew.append(f"the data, at sample 0, because of {', '.join(of_data)}")
+    if since.of_data:
+        anew.append(f"the data, at sample 0, because of {', '.join(since.of_data)}")
     lines = [f"begins anew: {what}" for what in anew]
     if left := [name for name in saved if name not in own]:
         lines.append(f"left out: {_listed(left)}")
     if lines or other_model:
         trained = "" if manifest.weights_only else f", their states, update {manifest.applied_updates}"
         lines.insert(0, f"kept: {len(own) - len(new)} of {len(own)} parameters{trained}")
-    return phase, frozenset((*grown, *new)), lines
+    return Continuation(lines, phase, frozenset((*grown, *new)), not since.of_data)
 
 
 def _shapes_now(path: Path, manifest: Manifest, model: DecoderConfig, phase: Phase, saved: Shapes) -> Shapes:
