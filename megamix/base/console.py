@@ -8,7 +8,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
@@ -101,6 +101,18 @@ def end_process(status: int) -> NoReturn:
     atexit._run_exitfuncs()
     drop_unwritten()
     os._exit(status)
+
+
+def when_finished(work: Callable[[], object]) -> None:
+    """Call `work` when this program has ended, while Python still runs; not after an uncaught error, which waits for
+    nobody.
+    """
+
+    def run() -> None:
+        if not hasattr(sys, "last_value"):  # Python keeps an uncaught error there
+            work()
+
+    atexit.register(run)
 
 
 class Console:

@@ -6,11 +6,13 @@ import json
 import zlib
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from weakref import WeakValueDictionary
 
 from pydantic import JsonValue
 
+from megamix.base.console import when_finished
 from megamix.checkpoint.all_or_none import AllOrNone
 from megamix.checkpoint.folder import applied_updates, checkpoints
 from megamix.checkpoint.load import load_or_older, newest_checkpoint
@@ -100,6 +102,7 @@ class Checkpoints:
             raise ValueError("progress is not the same on every rank; give every rank the same, for one copy is saved")
         self._goes_on = True
         _last_to_save[self._folder] = self
+        _wait_at_end()
         write = self._saver.start if beside else self._saver.save
         write(self._engine, RunRecord(progress=dict(progress)))
         if not beside:
@@ -115,6 +118,12 @@ class Checkpoints:
 
     def _failed(self, error: Exception) -> None:
         self._error = error
+
+
+@cache  # once
+def _wait_at_end() -> None:
+    """Let a finished program wait for its saves: their threads would abort it, and the last one would be lost."""
+    when_finished(lambda: [*map(Checkpoints.wait, [*_last_to_save.values()])])
 
 
 def _judge(progress: Mapping[str, JsonValue]) -> int | str:

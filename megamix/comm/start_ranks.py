@@ -1,18 +1,25 @@
 """Turns the processes that torchrun, srun or mpirun start into ranks, by the environment variables that these set."""
 
 import os
+import time
 
 import torch
 import torch.distributed as dist
 
+from megamix.base.console import when_finished
 from megamix.comm.collectives import noting
 from megamix.comm.starter import size_of, started_by, take_place
 from megamix.comm.topology import local_device, meet_ranks
 
+# Seconds at the end of a program. Gloo's threads need Python's lock to drop the tensors of a collective. One that waits
+# for it while the interpreter ends aborts the process: a finished rank would count as failed. A sleep hands it over.
+_REST_S = 0.1
+
 
 def start_ranks(timeout_s: float = 600.0) -> torch.device:
     """Meet the ranks that torchrun, srun or mpirun has started beside this process (NCCL on GPUs, Gloo on CPUs), and
-    return this rank's device. A process that was started alone stays alone. Every rank must call it.
+    return this rank's device. A process that was started alone stays alone. Every rank must call it; the program's end
+    needs no call.
 
     RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set from the variables of srun or
     mpirun. If RANK and WORLD_SIZE are set already, all stay as they are. MASTER_ADDR and MASTER_PORT stay if they are
@@ -39,6 +46,7 @@ def start_ranks(timeout_s: float = 600.0) -> torch.device:
                 f"MASTER_ADDR and MASTER_PORT are {place}, where ranks cannot meet: {error}; set MASTER_ADDR to a name "
                 "of rank 0's machine that every rank can look up, and MASTER_PORT to a port that no program uses there"
             ) from None
+        when_finished(lambda: time.sleep(_REST_S))
     return local_device()
 
 
