@@ -178,7 +178,7 @@ class ShardedEngine:
         self.progress.follow(model)
         readers = make_collectives(self.topology.readers, self.device)
         self._tallies = Tallies(model, readers, self.progress, self.device)
-        self._unseen_writes = UnseenWrites(buckets, self.plan.param_names, self.progress)
+        self._unseen_writes = UnseenWrites(buckets, self.plan.param_names, self.progress, self.world.axis.rank == 0)
         self._gather: ParamGather | UnitGather
         if buckets[0].storage.frees_params:
             owners = self._links.owners[0]
@@ -446,7 +446,7 @@ class ShardedEngine:
             found = self._unseen_writes.found
             with self.clock.span("exposed_agreement"):
                 stats = agree(by_piece, self.progress, self.stop_request, lr, found, self.world)
-            self._unseen_writes.tell(stats.unseen_writes)
+            self._unseen_writes.tell(stats.unseen_writes, stats.loss_sum, stats.found_inf)
         self.progress.reset()
         return by_piece, peak_rows(self.buckets, rows), stats
 

@@ -339,3 +339,25 @@ def test_a_second_thread_in_backward_or_step_is_refused(shard):
         return [*found, train_step(engine, 1).grad_norm]
 
     assert norms(second=True) == norms(second=False)
+
+
+def test_a_step_that_is_applied_in_spite_of_its_loss_is_told_once(caplog):
+    engine, tokens = make_engine(), make_batch(0, 0, 0)
+    no_targets = torch.full_like(tokens, -100).flatten()
+    told = list[int]()
+    for masked in (False, True, False, True, True):
+        logits = engine(tokens).flatten(0, 1)
+        engine.backward(nn.functional.cross_entropy(logits, no_targets if masked else tokens.flatten()))
+        result = engine.step()
+        assert (bool(result.loss.isnan()), bool(result.found_inf)) == (masked, False)
+        told.append(len(caplog.messages))
+    assert told == [0, 0, 0, 1, 1]  # two steps later, where no step waits for the device
+    assert "engine.backward(loss, weight)" in caplog.messages[0]
+
+
+def test_a_step_whose_gradients_overflow_with_its_loss_is_not(caplog):
+    engine = make_engine()
+    for _ in range(4):
+        engine.backward(loss_of(engine, make_batch(0, 0, 0)) * float("nan"))
+        assert engine.step().found_inf
+    assert caplog.messages == []

@@ -1,9 +1,12 @@
 """The search for writes that no version counter sees, such as writes through `param.data`: a rank's own half parameters
-must be, bit for bit, the casts of its masters, or of their average where that is shown.
+must be, bit for bit, the casts of its masters, or of their average where that is shown. Losses that are not finite
+although their gradients are travel to the host with its results.
 """
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Iterable, Sequence
 from functools import partial
 
@@ -16,6 +19,8 @@ from megamix.mixed_precision.bucket import Bucket
 from megamix.mixed_precision.flat_layout import ROW
 from megamix.mixed_precision.step import HostNumbers, StepProgress
 
+log = logging.getLogger("megamix")
+
 _FIRST, _EVERY = 2, 64  # checked steps besides examined ones; a pass over the shard costs as much as an update
 _LAG = 2  # steps until the host reads the result of a check, so that no step waits for the device
 
@@ -27,16 +32,17 @@ class UnseenWrites:
     with the step's agreement. Each rank reads the answer `_LAG` steps later, so that all ranks raise in the same call.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], param_names: Sequence[str], progress: StepProgress):
-        """Start with nothing found. `param_names`: names of the whole model's parameters."""
+    def __init__(self, buckets: Sequence[Bucket], param_names: Sequence[str], progress: StepProgress, speaks: bool):
+        """Start with nothing found. `param_names`: names of the whole model's parameters. `speaks`: this rank warns."""
         self._progress = progress
-        self._names = param_names
+        self._names, self._speaks = param_names, speaks
         device = buckets[0].master.device
         place = {name: len(param_names) - number for number, name in enumerate(param_names)}
         number_of = partial(torch.tensor, dtype=torch.float32, device=device)
         self._places = {bucket: number_of([place[piece.spec.name] for piece in bucket.pieces]) for bucket in buckets}
         self.found = torch.zeros((), dtype=torch.float64, device=device)
-        self._told = [HostNumbers((), device) for _ in range(_LAG)]
+        self._lost = torch.zeros_like(self.found)  # from the first step on that is applied in spite of its loss: NaN
+        self._told = [HostNumbers((2,), device) for _ in range(_LAG)]
         self.asked = False  # True: calls of all ranks need the result of the next step's agreement
         self._steps = 0  # steps since masters and half parameters were written from outside
 
@@ -65,26 +71,39 @@ class UnseenWrites:
         if self.due:
             self.look(buckets)
 
-    def tell(self, by_rank: Tensor) -> None:
-        """End the step under way: send the result of its agreement to the host. Shapes: by_rank FP64 (ranks,)."""
+    def tell(self, by_rank: Tensor, loss: Tensor, found_inf: Tensor) -> None:
+        """End the step under way: send the result of its agreement to the host. Shapes: by_rank FP64 (ranks,), loss
+        FP64 (), found_inf bool ().
+        """
+        self._lost.add_(loss.masked_fill(found_inf, 0.0), alpha=0.0)  # 0 * NaN and 0 * inf are NaN
         if self.due or self.asked:
-            self._told[self._steps % _LAG].write(by_rank.amax())
+            self._told[self._steps % _LAG].write(torch.stack([by_rank.amax(), self._lost]))
             self.asked = False
         self.found.zero_()
         self._steps += 1
 
     def refuse_told(self) -> None:
         """Raise RuntimeError naming the parameter found `_LAG` steps ago, if there is one."""
-        if not self._is_captured() and (number := int(self._told[self._steps % _LAG].read())):
-            self.forget()  # the steps since then have found the same write
-            self._refuse(number)
+        if not self._is_captured():
+            number, lost = self._told[self._steps % _LAG].read()
+            if math.isnan(lost) and self._speaks:
+                self._speaks = False
+                log.warning(
+                    "the loss of a step was NaN or inf while its gradients were finite, so the step was applied. A "
+                    "mean over no targets does so: it is 0 / 0, and its gradients are zeros. Call "
+                    "engine.backward(loss, weight) with the sum over the targets that count divided by the number of "
+                    "all targets, and the share that counts (docs/library.md, Accumulation)"
+                )
+            if number:
+                self.forget()  # the steps since then have found the same write
+                self._refuse(int(number))
 
     def refuse(self, world: Collectives | None) -> None:
         """Raise RuntimeError naming the parameter found so far, on all ranks of `world` or on this one; waits for the
         device.
         """
-        row = self.found.view(1)
-        number = max(int((row if world is None else world.table(row)).max()), *(int(one.read()) for one in self._told))
+        found = self.found if world is None else world.table(self.found.view(1))
+        number = max(int(found.max()), *(int(one.read()[0]) for one in self._told))
         if number and world is not None:  # without `world` the next step still tells all ranks
             self.forget()
         self._refuse(number)
