@@ -8,6 +8,7 @@ import sys
 import textwrap
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -105,12 +106,18 @@ def end_process(status: int) -> NoReturn:
 
 def when_finished(work: Callable[[], object]) -> None:
     """Call `work` when this program has ended, while Python still runs; not after an uncaught error, which waits for
-    nobody.
+    nobody. If it fails, the program ends with 1.
     """
 
     def run() -> None:
-        if not hasattr(sys, "last_value"):  # Python keeps an uncaught error there
+        # Python keeps an uncaught error there, and in a notebook each error of a cell.
+        if hasattr(sys, "last_value") and not hasattr(sys, "ps1"):
+            return
+        try:
             work()
+        except Exception:
+            traceback.print_exc()
+            end_process(1)
 
     atexit.register(run)
 

@@ -1,6 +1,6 @@
 """Names of parameters, buffers and modules as in the plain model, without the parts that torch's wrappers add."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from typing import TypeVar
 
@@ -18,6 +18,12 @@ def plain_name(name: str) -> str:
 def matches(name: str, patterns: Iterable[str]) -> bool:
     """Return whether a name matches one of these shell patterns."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def first_few(names: Sequence[str], most: int = 8) -> str:
+    """Return the first names of many, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def prefix_of(path: str) -> str:

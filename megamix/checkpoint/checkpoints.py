@@ -123,7 +123,12 @@ class Checkpoints:
 @cache  # once
 def _wait_at_end() -> None:
     """Let a finished program wait for its saves: their threads would abort it, and the last one would be lost."""
-    when_finished(lambda: [*map(Checkpoints.wait, [*_last_to_save.values()])])
+    when_finished(lambda: [end(one) for end in (_finish, Checkpoints.wait) for one in [*_last_to_save.values()]])
+
+
+def _finish(checkpoints: Checkpoints) -> None:
+    """Wait for a save; unlike `wait` without its error, which must not end the saves of others."""
+    checkpoints._saver.finish()
 
 
 def _judge(progress: Mapping[str, JsonValue]) -> int | str:

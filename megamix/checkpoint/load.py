@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megamix.base.clock import Clock
+from megamix.base.names import first_few
 from megamix.checkpoint.all_or_none import AllOrNone
 from megamix.checkpoint.boxes import Box, boxes_of_range
 from megamix.checkpoint.folder import DAMAGED, Files, checkpoints
@@ -110,8 +111,8 @@ def load(checkpoint: Checkpoint, engine: ShardedEngine, all_or_none: AllOrNone, 
 
     An average of the weights that the checkpoint lacks starts from its masters; one that the engine does not keep is
     dropped; the log says so.
-    `phase`: accept another optimizer's checkpoint, and what the phase says. States that the checkpoint lacks, or has in
-    another dtype, become zero; the log says which. Masters that it lacks keep their first values.
+    `phase`: what a new run may have otherwise than the checkpoint, beside another optimizer. States that the checkpoint
+    lacks, or has in another dtype, become zero; the log says which. Masters that it lacks keep their first values.
     Raises: ValueError naming what does not fit the engine, by kind, before anything is changed.
     Raises: DamagedCheckpoint on every rank if one rank finds that a file is not what was written. Masters and optimizer
     states are NaN from then on, until another load succeeds.
@@ -199,8 +200,7 @@ def _changes(manifest: Manifest, engine: ShardedEngine, phase: Phase | None) -> 
         yield f"the average of the weights {told}"
     saved = {param.name for param in manifest.params}
     if left := [name for name in frozen_params(engine) if name not in saved]:
-        more = f" and {len(left) - 1} more" if len(left) > 1 else ""
-        yield f"frozen parameters stay as the model has them: the checkpoint has no {left[0]}{more}"
+        yield f"frozen parameters stay as the model has them: the checkpoint has no {first_few(left, 1)}"
 
 
 def _agree_on(problems: list[list[str]]) -> None:
@@ -215,20 +215,22 @@ def misfits(manifest: Manifest, engine: ShardedEngine, phase: Phase | None = Non
     saved, own = {param.name: param.shape for param in manifest.params}, {name: shape for name, shape, _, _ in sets}
     # A buffer that was not saved stays as it is: the module may have got it since then, and the checkpoint of an
     # imported model has no buffers.
+    # Where parameters begin anew, the buffers of modules that are gone are left out.
+    gone = {param.name for param in manifest.params if BUFFER in manifest.states[param.state_set]}
     problems = misfit_names(
         saved if phase is None else phase.fitted(saved, own),
         own,
         may_lack={name for name, _, states, _ in sets if BUFFER in states},
+        may_have=gone if phase is not None and phase.begin_anew else (),
     )
     lax = phase is not None or manifest.weights_only
     other = [one for one in sets if one[3] and one[3] != one[2] and (BUFFER in one[2] or not lax)]
     if other:
-        name, _, needed, held = other[0]
-        more = f" and {len(other) - 1} more" if len(other) > 1 else ""
+        _, _, needed, held = other[0]
         problems.append(
-            f"of {name}{more} it holds {states_text(held)}, the optimizer needs {states_text(needed)}. To go on from "
-            "its weights with another optimizer, load it into an engine with the optimizer that saved it, and give "
-            "that engine's full_weights() to load_weights() of the new engine"
+            f"of {first_few([one[0] for one in other], 1)} it holds {states_text(held)}, the optimizer needs "
+            f"{states_text(needed)}. To go on from its weights with another optimizer, load it into an engine with the "
+            "optimizer that saved it, and give that engine's full_weights() to load_weights() of the new engine"
         )
     return problems
 

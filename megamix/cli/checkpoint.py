@@ -31,7 +31,9 @@ def checkpoint_arguments(parser: Parser) -> None:
     export.add_argument("--to", choices=["dcp"], required=True, help="dcp: a folder of torch.distributed.checkpoint")
     export.add_value("output", "OUT", Path, "folder to write; must not exist yet")
     average = add(
-        "average", "the mean of checkpoints of one model, to evaluate, export or train on", f"{two} --output runs/mean"
+        "average",
+        "the mean of checkpoints of one model, or the weights of one, to evaluate or train on",
+        f"{two} --output runs/mean",
     )
     average.add_value("paths", "CHECKPOINT", Path, "checkpoints, or runs", nargs="+")
     average.add_value("--output", "FOLDER", Path, "must not be there yet", required=True)

@@ -95,10 +95,11 @@ def outlook_of(arguments: argparse.Namespace, config: Config, tell: Callable[[st
         size = JobSize(config)
         for problem in filter(None, (size.memory_problem(), size.disk_problem(), compiler_problem(config.model))):
             tell(f"note: {problem}")  # the job may run on another machine than the check
-    told = f"{told}; {describe_start(config)}"
+    start, before = describe_start(config)
+    told = f"{told}; {start}"
     if arguments.check:
         more = [_of_transformers(config.model)] if config.model.family == "transformers" else []
-        told = "\n  ".join([told, *size.lines(), *more])
+        told = "\n  ".join([told, *size.lines(before), *more])
     if arguments.memory is not None:
         from megamix.tools.plan.report import require_fit  # imports torch
 

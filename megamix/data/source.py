@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from megamix.base.names import first_few
 from megamix.data.sampler import Blend, BlendStage, Ints, mix64, permute, windows_of_samples
 from megamix.data.steady_file import DataError
 from megamix.data.token_file import TokenFile, id_outside, id_problem
@@ -72,8 +73,7 @@ class TokenFileSource:
         """Count the windows. Raises: ValueError if there is none."""
         self.seq_len, self.packed = seq_len, packed
         self._stretches, self._vocab_size, self._seed = stretches, vocab_size, seed
-        first, *others = [str(stretch.file.path.with_suffix("")) for stretch in stretches]
-        self.name = f"{first} and {len(others)} more" if others else first
+        self.name = first_few([str(stretch.file.path.with_suffix("")) for stretch in stretches], 1)
         self.num_tokens = sum(stretch.stop - stretch.start for stretch in stretches)
         self.num_windows, held = self._count_windows()
         if not self.num_windows:

@@ -35,11 +35,9 @@ def average(sources: Sequence[Source], output: Path, progress: ProgressLine) -> 
     """Write `output`, whole or not at all, with the mean of the masters and biases, and the configuration of the first
     model. Return the path of the checkpoint in it. Memory holds a few boxes of 16 MiB at a time.
 
-    Raises: ValueError if there are fewer than two models, or if they are no checkpoints or not of one model, naming
-    what differs; if a weight is not finite; if `output` exists or lies among the checkpoints; OSError.
+    Raises: ValueError if they are no checkpoints or not of one model, naming what differs; if a weight is not finite;
+    if `output` exists or lies among the checkpoints; OSError.
     """
-    if len(sources) < 2:
-        raise ValueError(f"average: got {len(sources)} checkpoint, a mean needs two or more; name more")
     first = sources[0]
     for source in sources:
         if source.text is None:

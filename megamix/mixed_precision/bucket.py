@@ -394,10 +394,14 @@ class Bucket:
         """Return the statistics of `grad_sum`: FP32 (2, rows)."""
         return row_stats.of_shard(self.grad_sum) if self._rows is None else self._rows
 
-    def changeable(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield each parameter's name and the part of `grad_sum` that this rank owns, which the caller may change."""
+    def changeable(self) -> Iterator[tuple[str, Tensor, int]]:
+        """Yield for each parameter, in the same order on every rank: name, the elements of `grad_sum` that this rank
+        owns, which the caller may change, and the number of the first one in the parameter.
+        """
         self._rows = None
-        yield from ((piece.spec.name, self.grad_sum[piece.elements]) for piece in self.pieces if piece.numel)
+        own = {piece.spec.name: (self.grad_sum[piece.elements], piece.first) for piece in self.pieces}
+        for slot in self.plan.slots:
+            yield slot.spec.name, *own.get(slot.spec.name, (self.grad_sum[:0], 0))
 
     def expect_sum(self) -> None:
         """Wait for the sum under way, then allow the next micro-batch's sum."""

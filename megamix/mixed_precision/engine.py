@@ -46,7 +46,7 @@ from megamix.mixed_precision.unit_gather import UnitGather
 from megamix.mixed_precision.update_slice import UpdateGroup, table_of
 from megamix.mixed_precision.weights import Fill, full_weights, load_weights, take_over
 
-GradientHook = Callable[[str, Tensor, Tensor], object]  # see `ShardedEngine.hook_gradients`
+GradientHook = Callable[[str, Tensor, Tensor, int], object]  # see `ShardedEngine.hook_gradients`
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,14 +215,15 @@ class ShardedEngine:
             self._observers.remove(observer)
 
     def hook_gradients(self, hook: GradientHook | None) -> None:
-        """Call `hook(name, grad, divisor)` in each step for each parameter of which this rank owns a part; None: no
-        more. Every rank must call it.
+        """Call `hook(name, grad, divisor, first)` in each step for each parameter, in the same order on every rank, in
+        place of an earlier hook; None: no more. Every rank must call it.
 
         It runs in `step()`, between the sum over ranks and micro-batches and all that reads the sum: the overflow
         check, norm, clipping, update. It may change `grad` in place, and may not wait for the device.
-        `grad` (n,): neighbouring elements of the flattened parameter's sum, FP32 or half as `Precision` says, loss
-        scale included. `divisor` FP64 (): the loss scale times the sum of weights, ranks times micro-batches as a rule;
-        the mean is `grad / divisor`. Thus `grad.clamp_(-divisor, divisor)` clips the mean's elements to 1.
+        `grad` (n,): those elements of the flattened parameter's sum that this rank owns, from number `first` on,
+        perhaps none, FP32 or half as `Precision` says, loss scale included. `divisor` FP64 (): the loss scale times the
+        sum of weights, ranks times micro-batches as a rule; the mean is `grad / divisor`. Thus `grad.clamp_(-divisor,
+        divisor)` clips the mean's elements to 1.
         """
         self._gradient_hook = hook
 
@@ -230,8 +231,8 @@ class ShardedEngine:
         with noting("before gradients were changed: every rank must call hook_gradients()"):
             weight = self.world.table(self.progress.weight_sum.view(1)).sum()
         divisor = self.progress.scale_used.double() * weight.masked_fill(weight == 0, 1.0)
-        for name, grad in chain.from_iterable(bucket.changeable() for bucket in self.buckets):
-            hook(name, grad, divisor)
+        for name, grad, first in chain.from_iterable(bucket.changeable() for bucket in self.buckets):
+            hook(name, grad, divisor, first)
 
     def backward(self, loss: Tensor, weight: float = 1.0, last: bool = False) -> None:
         """Back-propagate `loss` (one element, the mean over this rank's micro-batch), times the loss scale.

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from megamix.base.clock import Clock
-from megamix.base.names import prefix_of
+from megamix.base.names import first_few, prefix_of
 from megamix.mixed_precision.bucket import Bucket
 from megamix.mixed_precision.grad_reduce import GradReduce
 from megamix.mixed_precision.observer import StepObserver
@@ -91,7 +91,7 @@ class ParamGather:
             names = (name for bucket in self.under_way for name in bucket.named_params)
             if early := [*filter(self._grads.has_gradient, names)]:
                 raise RuntimeError(
-                    f"the forward read {early[0]}{f' and {len(early) - 1} more' * (len(early) > 1)} while the values "
+                    f"the forward read {first_few(early, 1)} while the values "
                     "were still on their way from the other ranks: only modules in Sharding.units, called as unit(x), "
                     "wait for their weights, and the model for all others. Pass units that the model calls, unit(x) "
                     "and not unit.forward(x), such as [*model.blocks]; or call engine.wait() before each forward"

@@ -164,7 +164,7 @@ def drawn(model: LanguageModel, seed: int, *, packed: bool = False, only: Collec
     any mesh. `packed`: see `LanguageModel.draws`. `only`: the parameters to write, for an engine that loads the others
     from a checkpoint; None: all. Raises: ConfigError saying why files hold no such weights.
     """
-    if only is not None and not only:
+    if only is not None and not only and not packed:
         return lambda spec, start, values: None
     try:
         draw = model.draws(seed, packed=packed)

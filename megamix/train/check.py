@@ -193,19 +193,17 @@ def _resume_problems(section: CheckpointConfig) -> Iterator[str]:
     resume, own = section.resume, Path(section.folder, CHECKPOINTS)
     if resume in RESUME_WORDS:
         if section.begin_anew:
-            what = f"got {value_text(section.begin_anew)}, but resume is {resume!r}, not the checkpoint of another run"
-            yield f"checkpoint.begin_anew: {what}; write its path in resume, or leave begin_anew out"
+            what = f"got {value_text(section.begin_anew)}, but resume is {value_text(resume)}, no checkpoint's path"
+            yield f"checkpoint.begin_anew: {what}; write that of another run's in resume, or leave begin_anew out"
         return
     # A run that has saved goes on from its own checkpoints, even if the checkpoint that it began from is gone.
     held = config_of_run(own.parent / CONFIG) if checkpoints(own) else None
     began_there = held is not None and Path(held.checkpoint.resume).resolve() == Path(resume).resolve()
     if Path(resume).resolve().parent == own.resolve():
         yield (
-            f"checkpoint.resume: {resume} is this run's own; write auto. To go back to it, first move the newer "
-            f"checkpoints out of {own}"
+            f"checkpoint.resume: {resume} is this run's own; write auto, or another checkpoint.folder to begin a new "
+            f"run. To go back to it, first move the newer checkpoints out of {own}"
         )
     elif not began_there and not (Path(resume) / MANIFEST).is_file():
-        yield (
-            f"checkpoint.resume: {resume} is no checkpoint; write auto, never or a path such as "
-            "runs/my-run/checkpoints/step_00001000"
-        )
+        named = checkpoints(Path(resume, CHECKPOINTS)) or [Path("runs/my-run/checkpoints/step_00001000")]
+        yield f"checkpoint.resume: {resume} is no checkpoint; write auto, never or a path such as {named[0]}"

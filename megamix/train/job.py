@@ -84,8 +84,9 @@ def build(config: Config, run: Run, resume: Resume, corpus: JobCorpus, lines: Li
     begins = resume.start.checkpoint is None
     with phase(f"building the model{_COMPILES if config.optimizer.compile else ''}"):
         part = ModelPart(config.model, section, config.precision.fp8, topology, device)
-        only = None if begins else resume.start.continuation.drawn
-        fill = part.first_weights(training.seed, packed=corpus.packed, only=only)
+        taken = resume.start.continuation
+        packed = corpus.packed and (begins or taken.phase is not None)
+        fill = part.first_weights(training.seed, packed=packed, only=None if begins else taken.drawn)
         engine = JobEngine(config, part, topology, run.counted(fill))
     run.built(engine)
     run.console.lines(_describe(engine, run.parameters, pace), *part.lines)

@@ -26,12 +26,13 @@ class JobSize:
         self._pace, self._seed, self._section = config.pace, config.training.seed, config.checkpoint
         self._replicas, self._optimizer = config.parallelism.replicas, config.optimizer.name
 
-    def lines(self) -> list[str]:
+    def lines(self, before: int = 0) -> list[str]:
+        """Return what the job takes. `before`: number of its updates that another run has made."""
         held, limit, what = self._memory_here()
         params, need = self._least.params, amount(sum(held.values()))
         memory = f"{need} a rank between steps, more within one; each may take {amount(limit)} ({what})"
         count = f"{params / 1e9:.3g} B" if params >= 1e9 else f"{params / 1e6:.3g} M"
-        facts = [("parameters", count), *self._tokens(), ("memory", memory), ("checkpoint", self._disk()[0])]
+        facts = [("parameters", count), *self._tokens(before), ("memory", memory), ("checkpoint", self._disk()[0])]
         return [f"{name:<13} {fact}" for name, fact in facts]
 
     def disk_problem(self) -> str | None:
@@ -64,14 +65,15 @@ class JobSize:
             limit, what = float(torch.cuda.get_device_properties(0).total_memory), "its GPU"
         return held, limit, what
 
-    def _tokens(self) -> list[tuple[str, str]]:
+    def _tokens(self, before: int) -> list[tuple[str, str]]:
         pace = self._pace
-        tokens = pace.tokens(pace.steps)
+        tokens, after = pace.tokens_left(before), f" after update {before:,}" * bool(before)
         batches = sorted(pace.seq_len * size for _, size in pace.sizes)
         batch = " to ".join(f"{size:,}" for size in dict.fromkeys((batches[0], batches[-1])))
         most = sorted(self._corpus.epochs(self._seed, tokens // pace.seq_len), reverse=True)[:3]  # there may be many
         corpora = [f"{often:,.2f} epochs of {corpus}" for often, corpus in most]
-        return [("tokens", f"{tokens:,} in {pace.steps:,} updates of {batch}"), *(("", it) for it in corpora)]
+        told = f"{tokens:,} in {pace.steps - before:,} updates of {batch}{after}"
+        return [("tokens", told), *(("", it) for it in corpora)]
 
     def _disk(self) -> tuple[str, bool]:
         """Return in words what the run's checkpoints take, and whether the disk has room for them."""

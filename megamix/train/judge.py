@@ -36,14 +36,14 @@ class Judge:
             raise ConfigError([self._shorter(path, applied)], "job")
         own = path.parent == self._folder
         since = changes(path, manifest, self._record, own=own, surgery=bool(section.begin_anew))
-        lines = [*since.told]
+        lines = since.told
         optimizer_changed = any(line.startswith("optimizer.") for line in lines)
         if own and not manifest.weights_only and (optimizer_changed or self._other_code(manifest)):
             self._check_states(path, manifest)
         counted = pace.tokens(applied)
         if pace.in_tokens and (had := manifest.run.progress.get("tokens", counted)) != counted:
             words = f"training.tokens: the rate counts {counted} tokens for the updates so far, which had {had}"
-            lines.append(f"{words}; write batch_ramp with their sizes" if own else words)
+            lines.append(f"{words}; write batch_ramp with their sizes" if section.resume in RESUME_WORDS else words)
         then, now = manifest.run.code, self._record.code
         if then and (other := [it for it in sorted({*then, *now}) if then.get(it) != now.get(it)]):
             lines.append("; ".join(f"{it}: {then.get(it, 'none')} -> {now.get(it, 'none')}" for it in other))
@@ -52,7 +52,8 @@ class Judge:
         told = [f"changed since: {line}" for line in lines]
         if section.resume not in RESUME_WORDS and own:
             why = f"because {section.folder} has checkpoints of its own"
-            told.append(f"checkpoint.resume: {section.resume} is not read, {why}")
+            words = f"checkpoint.resume: {section.resume} is not read{', nor begin_anew' * bool(section.begin_anew)}"
+            told.append(f"{words}, {why}")
         if own:
             return Continuation(told)
         found = second_phase(path, manifest, self._config.model, section.begin_anew, since)
@@ -92,10 +93,10 @@ class Judge:
         name, got, least = "steps", f"{pace.steps}", applied
         if pace.in_tokens:
             name, got, least = "tokens", f"{training.tokens}, {pace.steps} updates", pace.tokens(applied)
-        return (
-            f"training.{name}: got {got}, but {path} is after update {applied}; "
-            f"write {name} = {least} or more, or another checkpoint.folder to begin a new run"
-        )
+        fix = f"{least} or more, or another checkpoint.folder to begin a new run"
+        if path.parent != self._folder:
+            fix = f"{least + 1} or more"
+        return f"training.{name}: got {got}, but {path} is after update {applied}; write {name} = {fix}"
 
     def _other_code(self, manifest: Manifest) -> bool:
         """Return whether the present code may refuse the checkpoint.
@@ -111,19 +112,16 @@ class Judge:
         check_states(path, manifest, self._config.optimizer.name, partial(build_optimizer, self._config))
 
 
-def describe_start(config: Config) -> str:
-    """Return in words what a start would do with the run's folder, and which checkpoints would stay. Write nothing.
+def describe_start(config: Config) -> tuple[str, int]:
+    """Return in words what a start would do with the run's folder, and which checkpoints would stay; and the number of
+    updates before its first sample, which another run has made. Write nothing.
 
     Checkpoints are judged by their manifests and the sizes of their files.
     Raises: ConfigError if the start would be refused.
     """
-    kept = checkpoint_words(config.checkpoint, config.pace.steps)
-    return "\n  ".join(filter(None, (_start_words(config), kept)))
-
-
-def _start_words(config: Config) -> str:
     section, steps = config.checkpoint, config.pace.steps
     folder, own_folder, resume = Path(section.folder), Path(section.folder, CHECKPOINTS), section.resume
+    kept = filter(None, [checkpoint_words(section, steps)])
     try:
         refuse_held(folder)
     except OSError as error:
@@ -137,7 +135,7 @@ def _start_words(config: Config) -> str:
     for path in found:
         try:
             manifest = judge.manifest_of(path)
-            lines = judge.continuation(path, manifest).lines
+            taken = judge.continuation(path, manifest) if own else judge.continuation_of_start(path, manifest)
         except ConfigError:
             raise
         except (OSError, ValueError, LookupError, TypeError) as error:  # a manifest that no run has written
@@ -147,12 +145,15 @@ def _start_words(config: Config) -> str:
         if manifest.applied_updates == steps:
             goes_on = f"{folder} {no_step_left(config.pace)}"
         first = goes_on if own else f"would start a new run in {folder} from {resume}"
+        if not own and 0 < manifest.applied_updates == steps:
+            first += f", which {no_step_left(config.pace)}"
         told = [f"damaged: {line}" for line in damaged]
-        return "\n  ".join([first, *told, *lines])
+        before = 0 if taken.data_go_on else manifest.applied_updates
+        return "\n  ".join([first, *told, *taken.lines, *kept]), before
     if damaged:
         raise none_is_whole(own_folder) if own else path_is_damaged(damaged[0])
     lost = f"\n  {nothing_saved(section)}" if resume != "never" and read_status(folder).update else ""
-    return f"would start a new run in {folder}{_with_weights(config.model)}{lost}"
+    return "\n  ".join([f"would start a new run in {folder}{_with_weights(config.model)}{lost}", *kept]), 0
 
 
 def _with_weights(model: DecoderConfig) -> str:

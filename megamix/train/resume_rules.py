@@ -77,9 +77,9 @@ def changes(path: Path, manifest: Manifest, now: RunRecord, *, own: bool, surger
         old |= {"rng_rule": manifest.run.rng_rule}  # another order of the data, other initial weights
         new |= {"rng_rule": now.rng_rule}
     differing = [*_differing(old, new)]
-    free = _OF_PHASES if not own else ("model.seq_len",) if manifest.weights_only else ()
-    refused = [it for it in differing if it.key not in free and not (surgery and it.key.startswith("model."))]
-    if problems := [*_refusals(refused, old, new, own), *(why for _, why in other_data if own)]:
+    free = (*_OF_PHASES, *["model."] * surgery) if not own else ("model.seq_len",) * manifest.weights_only
+    refused = [it for it in differing if not it.key.startswith(free)]
+    if problems := [*_refusals(refused, old, new, own), *(f"{key}: {why}" for key, why in other_data if own)]:
         raise ConfigError(problems, "job")
     reasons = [it.key for it in differing if it.key in _ORDER]
     reasons += [key for key, _ in other_data if key not in ("data.tokenizer", *reasons)]
@@ -101,7 +101,7 @@ def _refusals(changed: Iterable[Change], old: Mapping[str, Any], new: Mapping[st
     for key, before, after in changed:
         hint = "another checkpoint.folder to begin a new run"
         if not own:
-            hint = "name the parameters that begin anew in checkpoint.begin_anew"
+            hint = "name in checkpoint.begin_anew the parameters to draw anew, which lets any key of [model] change"
         elif key in _OF_PHASES:
             hint += " (with these weights, if checkpoint.resume is this checkpoint's path)"
         if key == "model.experts" and _has_biases(old) and not _has_biases(new):
@@ -116,22 +116,14 @@ def _other_data(
     cursor: Any = manifest.run.progress.get("cursor", 0)  # the first sample that was never read
     began = _mixtures(old, cursor)
     if _mixtures(new, cursor) != began:
-        yield (
-            "data.train",
-            (
-                f"data.train: the {cursor} samples that were read came from another mixture than the configuration's; "
-                f"write train and stages as they were, and a change as a stage with from_sample = {cursor} or more"
-            ),
-        )
+        key = "data.train" if _mixtures(new, 0) != began[:1] else "data.stages"
+        why = f"the {cursor} samples that were read came from another mixture than the configuration's"
+        fix = f"write train and stages as they were, and a change as a stage with from_sample = {cursor} or more"
+        yield key, f"{why}; {fix}"
     for key, fingerprint in manifest.run.fingerprints.items():
         if now.fingerprints.get(key, fingerprint) != fingerprint and _is_read(key, len(began) - 1):
-            yield (
-                key,
-                (
-                    f"{key}: holds other data than when {path} was saved; bring the old data back, or write another "
-                    "checkpoint.folder to begin a new run"
-                ),
-            )
+            fix = "bring the old data back, or write another checkpoint.folder to begin a new run"
+            yield key, f"holds other data than when {path} was saved; {fix}"
 
 
 def _has_biases(keys: Mapping[str, Any]) -> bool:

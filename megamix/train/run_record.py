@@ -14,6 +14,7 @@ from typing import Any, TypeVar, cast
 from pydantic import Field, ValidationError
 
 from megamix.base.log_file import cut_log, parsed
+from megamix.base.names import first_few
 from megamix.checkpoint.manifest import AVERAGE, BUFFER, Manifest, states_text
 from megamix.checkpoint.snapshot import state_set
 from megamix.config import ConfigError, DecoderConfig
@@ -91,12 +92,11 @@ def check_states(path: Path, manifest: Manifest, name: str, build: Callable[[], 
     except Exception as error:  # a plugin may raise anything
         raise ConfigError([f"{what} cannot be built: {_reason(error)}; {path} stays as it is"], "job") from error
     if other := [one for one in sets if one[1] != one[2]]:
-        param, held, needed = other[0]
-        more = f" and {len(other) - 1} more" if len(other) > 1 else ""
+        _, held, needed = other[0]
         problem = (
-            f"{what}: of {param}{more} {path} holds {states_text(held)}, but the present optimizer has "
-            f"{states_text(needed)}; bring back the code and the keys that saved it, or begin a new run from its "
-            "weights, with another checkpoint.folder and this path as checkpoint.resume"
+            f"{what}: of {first_few([one[0] for one in other], 1)} {path} holds {states_text(held)}, but the present "
+            f"optimizer has {states_text(needed)}; bring back the code and the keys that saved it, or begin a new run "
+            "from its weights, with another checkpoint.folder and this path as checkpoint.resume"
         )
         raise ConfigError([problem], "job")
 

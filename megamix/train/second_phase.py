@@ -1,15 +1,14 @@
 """What a new run keeps of another run's checkpoint and what begins anew, for `--check` and a start."""
 
-from collections.abc import Sequence
+import re
 from pathlib import Path
 from typing import NamedTuple
 
+from megamix.base.names import first_few
 from megamix.checkpoint.manifest import BUFFER, Manifest
 from megamix.checkpoint.phase import Phase, Shapes
 from megamix.config import ConfigError, DecoderConfig
 from megamix.train.resume_rules import Changes
-
-_TOLD = 4  # most names in a line
 
 
 class Continuation(NamedTuple):
@@ -36,16 +35,20 @@ def second_phase(
     grown, new = phase.grown(saved, own), [name for name in own if phase.is_new(name)]
     anew = [f"rows {saved[name][0]} to {own[name][0] - 1} of {name}, drawn by training.seed" for name in grown]
     if new:
-        anew.append(f"{_listed(new)}, drawn by training.seed")
-    if any(line.startswith("optimizer.name:") for line in since.told):
+        anew.append(f"{first_few(new)}, drawn by training.seed")
+    other_optimizer = any(line.startswith("optimizer.name:") for line in since.told)
+    if other_optimizer:
         anew.append("at zero, states of the optimizer that the checkpoint lacks")
+    if any(re.match(r"precision\.(loss_scale\.rule:|dtype:.*fp16)", line) for line in since.told):
+        anew.append("the loss scale")
     if since.of_data:
         anew.append(f"the data, at sample 0, because of {', '.join(since.of_data)}")
     lines = [f"begins anew: {what}" for what in anew]
     if left := [name for name in saved if name not in own]:
-        lines.append(f"left out: {_listed(left)}")
+        lines.append(f"left out: {first_few(left)}")
     if lines or other_model:
-        trained = "" if manifest.weights_only else f", their states, update {manifest.applied_updates}"
+        states = ", their states" * (not other_optimizer)
+        trained = "" if manifest.weights_only else f"{states}, update {manifest.applied_updates}"
         lines.insert(0, f"kept: {len(own) - len(new)} of {len(own)} parameters{trained}")
     return Continuation(lines, phase, frozenset((*grown, *new)), not since.of_data)
 
@@ -58,21 +61,16 @@ def _shapes_now(path: Path, manifest: Manifest, model: DecoderConfig, phase: Pha
     key, own = "checkpoint.begin_anew", family_of(model).shapes(model)
     known = {*own, *(param.name for param in manifest.params)}
     problems = [
-        f"{key}: got {pattern!r}, which names nothing in {path} or the model; it has {_listed([*own])}"
+        f"{key}: got {pattern!r}, which names nothing in {path} or the model; it has {first_few([*own])}"
         for pattern in phase.begin_anew
         if not any(map(Phase((pattern,)).is_new, known))
     ]
     fits = phase.fitted(saved, own)
     if misfits := misfit_names(fits, own):
         names = [name for name in {**own, **fits} if own.get(name) != fits.get(name)]
-        patterns = ", ".join(f'"{name}"' for name in [*phase.begin_anew, *names][:_TOLD])
+        patterns = ", ".join(f'"{name}"' for name in [*phase.begin_anew, *names])
         what = f"{path} does not fit the model: {'; '.join(misfits)}"
         problems.append(f"{key}: {what}; bring the model back, or draw them anew: begin_anew = [{patterns}]")
     if problems:
         raise ConfigError(problems, "job")
     return own
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _TOLD} more" if len(names) > _TOLD else ""
-    return ", ".join(names[:_TOLD]) + more

@@ -51,6 +51,13 @@ def test_a_finished_program_waits_for_the_checkpoint_that_it_saves_beside_traini
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["step_00000000"]
 
 
+def test_a_last_save_that_fails_fails_the_program(tmp_path):
+    ending = "written = lambda *given: [][0]"  # in place of what writes a file
+    program = _start(SAVES, tmp_path / "run", 0.3, ending)
+    assert "IndexError" in program.communicate(timeout=100)[1]
+    assert program.returncode == 1
+
+
 def test_a_program_that_fails_waits_for_no_save(tmp_path):
     program = _start(SAVES, tmp_path / "run", 1000, "raise KeyError('mine')")
     assert program.communicate(timeout=300)[1].endswith("KeyError: 'mine'\n")

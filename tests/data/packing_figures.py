@@ -56,14 +56,10 @@ def main(count, seq_len, law, folder):
     source, planned_s = _timed(lambda: BestFitSource([TokenSpan.whole(file)], **keys))
     _, sorted_s = _timed(lambda: source.read(range(1)))
     peak, documents = _peak_gib() - imports, TokenFileSource([TokenSpan.whole(file)], **keys)
-    documents.read(range(1))
-    numbers = range(1, 1 + max(16, 2**21 // seq_len))
-    read_s, documents_s = (_timed(lambda one=one: one.read(numbers))[1] for one in (source, documents))
     print(
         f"{count:.0e} documents, {file.num_tokens / 1e9:.2f} G tokens, {law}, seq_len {seq_len}: padding "
         f"{source.padding:.4%}, cut by documents {documents.cut_documents():.1%}; opened in {opened_s:.1f} s, planned "
-        f"in {planned_s:.1f} s, sorted in {sorted_s:.1f} s, {peak:.2f} GiB beyond imports; a row in "
-        f"{1e3 * read_s / len(numbers):.2f} ms, of documents {1e3 * documents_s / len(numbers):.2f} ms",
+        f"in {planned_s:.1f} s, sorted in {sorted_s:.1f} s, {peak:.2f} GiB beyond imports"
     )
     assert source.cut_documents() == 0
 

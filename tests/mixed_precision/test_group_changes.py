@@ -171,10 +171,10 @@ def _clipped(shard, accumulate, reduce_dtype, optimizer):
     """Return the weights after steps whose mean gradient is clamped to 0.5, and the last norm."""
     precision = Precision(torch.float16, loss_scale=StaticLossScale(2.0**6), reduce_dtype=reduce_dtype)
     engine = _engine(optimizer, precision, shard, accumulate=accumulate, grad_accum_steps=_count())
-    engine.hook_gradients(lambda name, grad, divisor: grad.clamp_(-divisor / 2, divisor / 2))
+    engine.hook_gradients(lambda name, grad, divisor, first: grad.clamp_(-divisor / 2, divisor / 2))
     for step in range(4):
         result = _step(engine, step)
-    engine.hook_gradients(lambda name, grad, divisor: grad.fill_(torch.nan))
+    engine.hook_gradients(lambda name, grad, divisor, first: grad.fill_(torch.nan))
     assert bool(_step(engine, 4).found_inf)
     engine.hook_gradients(None)
     assert float(_step(engine, 4).grad_norm) > float(result.grad_norm) + 1
@@ -208,3 +208,37 @@ def test_a_hook_changes_what_muon_takes(run_ranks):
     for weights, got in others:
         assert got == norm
         assert all(torch.equal(weights[name], alone[name]) for name in alone)
+
+
+def _hooked(shard):
+    """Return the weights after steps that leave two rows of the first block alone and clip each parameter's norm."""
+    engine = _engine(AdamW(lr=0.01, weight_decay=0.0, betas=(0.9, 0.99)), FP32, shard, grad_accum_steps=_count())
+
+    def hook(name, grad, divisor, first):
+        if name == "blocks.0.weight":
+            grad[: max(0, 2 * 64 - first)] = 0
+        square = grad.div(divisor).double().square().sum()
+        if dist.is_initialized():
+            dist.all_reduce(square)
+        grad.mul_((0.5 / square.sqrt()).clamp(max=1.0))
+
+    engine.hook_gradients(hook)
+    return engine.full_weights(), [float(_step(engine, step).grad_norm) for step in range(3)], engine.full_weights()
+
+
+@pytest.mark.parametrize("shard", ["states", "parameters"])
+def test_a_hook_zeroes_rows_and_clips_each_parameter_on_one_rank_and_two(run_ranks, shard):
+    masters = [nn.Parameter(fed.weight.detach().clone()) for fed in (Fed(16, 64), Fed(8, 128), Fed(128))]
+    plain = torch.optim.AdamW(masters, lr=0.01, weight_decay=0.0, betas=(0.9, 0.99))
+    for step in range(3):
+        for number, (master, *grads) in enumerate(zip(masters, _grads(step), _grads(step, 1), strict=True)):
+            master.grad = sum(grads) / 2
+            if number == 0:
+                master.grad[:2] = 0
+            torch.nn.utils.clip_grad_norm_([master], 0.5)
+        plain.step()
+    for before, norms, after in (_hooked(shard), *run_ranks(_hooked, 2, shard)):
+        assert norms == pytest.approx([0.5 * 3**0.5] * 3)
+        assert torch.equal(after["blocks.0.weight"][:2], before["blocks.0.weight"][:2])
+        for number, master in enumerate(masters):
+            torch.testing.assert_close(after[f"blocks.{number}.weight"], master.detach(), rtol=0, atol=1e-5)

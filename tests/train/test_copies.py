@@ -262,7 +262,7 @@ def test_kept_ones_are_the_only_ones_beside_the_last_where_no_other_save_is_due(
     config = _config(tmp_path, data, 7, save_interval=0, keep_every=3, async_save=False)
     run_on_ranks(config)
     assert _updates(tmp_path / "run") == [7, 6, 3]
-    assert describe_start(config).endswith(f"\n  {checkpoint_words(config.checkpoint, config.pace.steps)}")
+    assert describe_start(config)[0].endswith(f"\n  {checkpoint_words(config.checkpoint, config.pace.steps)}")
     assert checkpoint_words(_config(tmp_path, data).checkpoint, 8) == ""
 
 

@@ -15,6 +15,7 @@ from megamix.checkpoint.folder import checkpoints
 from megamix.checkpoint.manifest import AVERAGE, MASTER
 from megamix.checkpoint.verify import verify_checkpoint
 from megamix.cli.verbs import main
+from megamix.config import ConfigError
 from megamix.model.family import family_of
 from tests.builders import EXPERTS, corpus_of, run_on_ranks, tiny_job
 from tests.conftest import FULL
@@ -144,6 +145,10 @@ def test_the_data_begin_anew_where_their_order_is_another_one_and_a_kill_changes
     run_recorded(killed, crash_at=STEPS + 2)
     assert run_recorded(killed).samples() == [*range(8, 4 * 8)]  # from its own checkpoint: nothing begins anew again
     assert differences(end_of(tmp_path / "killed"), end_of(tmp_path / "whole")) == []
+    with pytest.raises(
+        ConfigError, match="model.num_heads: the checkpoint has 2, the configuration 4; write the former"
+    ):
+        run_on_ranks(killed.with_keys(model={"num_heads": 4}))  # what began anew is the run's own now
     branch = run_recorded(_phase(tmp_path / "branch", data, first, rope={"theta": 5e5}))
     assert branch.samples() == [*range(3 * 8, 7 * 8)]  # the order is the same: no sample comes twice
 
@@ -162,17 +167,21 @@ def test_a_check_tells_what_is_kept_and_what_begins_anew(tmp_path, data, first, 
     (tmp_path / "job.toml").write_text(job.text)
     assert main(["train", str(tmp_path / "job.toml"), "--check"]) == 0
     said = [line.strip() for line in capsys.readouterr().out.splitlines()]
-    lines = [line for line in said if line.startswith(("kept:", "begins anew:", "left out:"))]
+    lines = [line for line in said if line.startswith(("tokens ", "kept:", "begins anew:", "left out:"))]
     assert lines == [
-        "kept: 29 of 30 parameters, their states, update 3",
+        "kept: 29 of 30 parameters, update 3",
         "begins anew: rows 64 to 95 of embedding.weight, drawn by training.seed",
         "begins anew: head.weight, drawn by training.seed",
         "begins anew: at zero, states of the optimizer that the checkpoint lacks",
         "begins anew: the data, at sample 0, because of training.seed",
         "left out: blocks.3.attention_norm.weight, blocks.3.attention.query.weight, blocks.3.attention.key.weight, "
-        "blocks.3.attention.value.weight and 5 more",
+        "blocks.3.attention.value.weight, blocks.3.attention.out.weight, blocks.3.feed_forward_norm.weight, "
+        "blocks.3.feed_forward.gate.weight, blocks.3.feed_forward.up.weight and 1 more",
+        "tokens        512 in 4 updates of 128 after update 3",
     ]
     assert not (tmp_path / "second/run").exists()
+    assert main(["train", str(tmp_path / "job.toml"), "--check", f"training.steps={STEPS}"]) == 0
+    assert "so no step is left" in capsys.readouterr().out.partition("\n")[0]
 
 
 def test_imported_weights_get_rows_too(tmp_path, data, first):
@@ -183,5 +192,5 @@ def test_imported_weights_get_rows_too(tmp_path, data, first):
 def _weights_alone(first):
     """Return a checkpoint of the weights alone, as an import and `checkpoint average` write it."""
     target = first.parents[3] / "mean"
-    assert main(["checkpoint", "average", str(first), str(first), "--output", str(target)]) == 0
+    assert main(["checkpoint", "average", str(first), "--output", str(target)]) == 0
     return checkpoints(target / "checkpoints")[0]

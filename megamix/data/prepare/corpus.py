@@ -12,6 +12,7 @@ from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any
 
+from megamix.base.names import first_few
 from megamix.data import import_extra
 from megamix.data.prepare.compressed import DAMAGE, is_named, open_plain
 from megamix.data.prepare.faults import fault_of
@@ -29,7 +30,6 @@ _TABLES = ("parquet", "arrow")
 _JL = tuple(f".jl{more}" for more in ("", *COMPRESSIONS))  # JSON Lines or Julia, by the content
 _HEAD = 2**13  # bytes that tell a file's kind: no text has a zero among them; a PDF need not have one
 _LARGEST_OBJECT = 2**24  # bytes of a .json that is parsed as a whole
-_TOLD = 8  # files that a message names
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,11 +153,6 @@ def _kind_of(path: Path) -> str:
     kinds = FILE_KINDS | {suffix: suffix for suffix in READERS.registered}
     name = path.name.lower()
     return next((kind for ending, kind in kinds.items() if name.endswith(ending.lower())), "text")
-
-
-def first_few(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _TOLD} more" if len(names) > _TOLD else ""
-    return ", ".join(names[:_TOLD]) + more
 
 
 def counted(number: int, noun: str) -> str:

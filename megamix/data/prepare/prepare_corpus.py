@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 
 from megamix.base.durable import folder_aside, lock_file, remove_asides, write_text
 from megamix.base.machine import num_cores
+from megamix.base.names import first_few
 from megamix.base.progress import ProgressLine
 from megamix.data.prepare import MANIFEST_NAME
-from megamix.data.prepare.corpus import Corpus, counted, first_few
+from megamix.data.prepare.corpus import Corpus, counted
 from megamix.data.prepare.lost import BAD_RECORDS_NAME, check_losses, count_losses, line_of, told_losses, write_lines
 from megamix.data.prepare.pieces import EncodingJob, PieceReport, merge_pieces
 from megamix.data.prepare.plan import PIECE_BYTES, Plan, make_plan

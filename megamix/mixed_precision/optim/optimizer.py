@@ -72,6 +72,10 @@ class ParamGroup(GroupSettings):
 
     def __post_init__(self) -> None:
         check(self, f"group {self.pattern!r}")
+        if self.min is not None and self.max is not None and self.min > self.max:
+            raise ValueError(
+                f"min of group {self.pattern!r} is {self.min}, above its max {self.max}; write a lower one"
+            )
 
 
 def require_settings(kind: type, *args: object, **settings: object) -> None:

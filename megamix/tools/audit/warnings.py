@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from megamix.base.names import first_few
 from megamix.tools.audit.facts import ALL, DTYPES, FP8, HALVES, NOWHERE, UNKNOWN, Note, ParamFacts
 from megamix.tools.audit.finite import KINDS
 
@@ -80,8 +81,7 @@ def warnings_of(
     unequal = [one.name for one in held if any(len(sums) > 1 for of, sums in one.weight_sums.items() if of != ALL)]
     named = {"not held": free, "no gradient": silent, drifts: alone, "replicas apart": unequal}
     for rule, names in named.items():
-        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-        found += [_warning(rule, ", ".join(names[:4]) + more, ranks=ranks)] if names else []
+        found += [_warning(rule, first_few(names, 4), ranks=ranks)] if names else []
     return sorted(found, key=lambda one: not one.harms)
 
 
