@@ -158,7 +158,7 @@ def test_a_table_of_a_family_is_compared_as_a_whole():
         return RunRecord(config=config.text, fingerprints={}, rng_rule="")
 
     saved = SimpleNamespace(run=record(2), weights_only=False)
-    assert changes(Path("x"), saved, record(2), own=True) == []
+    assert changes(Path("x"), saved, record(2), own=True) == ([], [])
     with pytest.raises(ConfigError, match=r"model.routing: the checkpoint has \{ experts = 2 \}, the configuration"):
         changes(Path("x"), saved, record(3), own=True)
 

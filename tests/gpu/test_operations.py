@@ -81,7 +81,7 @@ def _an_engine(operations, scale, compiled, num_layers):
         mock.patch.object(census, "gather_json", lambda collectives, value, device: [value]),
         mock.patch.object(Transformer, "reset_parameters", Transformer.tie),
         mock.patch.object(fused_update, "_compile", operations.compiled),
-        mock.patch.object(unseen_writes, "HostNumbers", lambda *_: mock.Mock(read=lambda: np.zeros(()))),  # no pinning
+        mock.patch.object(unseen_writes, "HostNumbers", lambda *_: mock.Mock(read=lambda: np.zeros(2))),  # no pinning
         mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False),  # there is no stream
     ):
         with torch.device("cuda"):

@@ -94,7 +94,7 @@ def test_a_step_reads_nothing_with_any_optimizer(optimizer):
 def test_a_step_reads_nothing_with_what_changes_by_the_update():
     groups = (ParamGroup(pattern="blocks.1.*", lr_factor=[0.0, 1.0, 0.0], max=0.1),)
 
-    def hook(name, grad, divisor):
+    def hook(name, grad, divisor, first):
         grad.clamp_(-divisor, divisor)
 
     assert _ten_steps(None, AdamW(lr=0.01, groups=groups), decay=[0.5, 0.9], hook=hook) == (1, 9)

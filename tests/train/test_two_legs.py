@@ -36,7 +36,7 @@ REFUSED = [
     ({"optimizer": {"name": "nag"}}, 'optimizer.name: the checkpoint has "adamw", the configuration "nag"'),
     ({"seed": 7}, "training.seed: the checkpoint has 1234, the configuration 7"),
     ({"train": "OTHER"}, "data.train: holds other data"),
-    ({"stages": [{"from_sample": 8, "train": "OTHER"}]}, "data.train"),
+    ({"stages": [{"from_sample": 8, "train": "OTHER"}]}, "data.stages"),
     ({"hidden_size": 64, "seq_len": 16}, "model.hidden_size: the checkpoint has 32, the configuration 64"),
 ]
 
