@@ -156,8 +156,6 @@ def _saved_parts(manifest: Manifest, engine: ShardedEngine, phase: Phase | None)
         if saved.get(state) == dtype
     }
     parts = owned_parts(engine)
-    if phase is not None and engine.average_decay is not None:
-        engine.begin_average()
     for part in parts:
         if part.state not in DRAWN:
             part.tensor.zero_()
@@ -215,7 +213,7 @@ def misfits(manifest: Manifest, engine: ShardedEngine, phase: Phase | None = Non
     saved, own = {param.name: param.shape for param in manifest.params}, {name: shape for name, shape, _, _ in sets}
     # A buffer that was not saved stays as it is: the module may have got it since then, and the checkpoint of an
     # imported model has no buffers.
-    # Where parameters begin anew, the buffers of modules that are gone are left out.
+    # A user who names what begins anew may drop modules, and with them their buffers.
     gone = {param.name for param in manifest.params if BUFFER in manifest.states[param.state_set]}
     problems = misfit_names(
         saved if phase is None else phase.fitted(saved, own),

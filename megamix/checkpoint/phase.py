@@ -13,7 +13,7 @@ DRAWN = (MASTER, AVERAGE)  # states that begin with a parameter's first values; 
 
 
 class Phase(NamedTuple):
-    """What a new run may have otherwise than the checkpoint. Everything else must fit."""
+    """Says what a new run may have otherwise than the checkpoint. Everything else must fit."""
 
     begin_anew: tuple[str, ...] = ()  # shell patterns of parameters and buffers that get first values
     rows: tuple[int, int] = (0, 0)  # size of the vocabulary in the checkpoint, and in the run

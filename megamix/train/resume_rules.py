@@ -55,7 +55,7 @@ def path_is_damaged(error: object) -> ConfigError:
 
 
 class Changes(NamedTuple):
-    """What has changed since a checkpoint."""
+    """Says what has changed since a checkpoint."""
 
     told: list[str]  # a line for every key whose value has changed
     of_data: list[str]  # keys by which the data begin anew; empty: they go on

@@ -1,4 +1,4 @@
-"""What a new run keeps of another run's checkpoint and what begins anew, for `--check` and a start."""
+"""Finds what a new run keeps of another run's checkpoint and what begins anew, for `--check` and a start."""
 
 import re
 from pathlib import Path
@@ -12,7 +12,7 @@ from megamix.train.resume_rules import Changes
 
 
 class Continuation(NamedTuple):
-    """What a run takes from a checkpoint."""
+    """Says what a run takes from a checkpoint."""
 
     lines: list[str]  # of the log
     phase: Phase | None = None  # what it has otherwise; None: it is the run's own checkpoint
