@@ -7,6 +7,9 @@ manifest      the JSON file that makes a folder a checkpoint, checked when read
 snapshot      one rank's part of the run's state: views of one instant, or a copy in the host's memory
 tensor_file   a safetensors file, streamed
 all_or_none   work that succeeds on every rank or on none
+slots         what runs keep in a node's shared memory: names and records
+mirror        a rank's share of the state, copied to shared memory after a step, and to a rank on another node
+in_memory     the newest state that is whole there, as a checkpoint to go on from
 save          the commit: fresh folder, files, manifest, rename; at once or by a thread while training goes on
 verify        the check of a checkpoint, which finds it good or lists its problems; its states read box by box
 phase         what a new run may have otherwise than the checkpoint that it begins from

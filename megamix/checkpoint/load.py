@@ -247,8 +247,9 @@ def _load_scale(manifest: Manifest, engine: ShardedEngine) -> None:
 
 
 def fill(checkpoint: Checkpoint, parts: Sequence[Part], clock: Clock, rank: int = 0, size: int = 1) -> list[str]:
-    """Fill the parts' memory, and verify every `size`-th file from number `rank` on. A verified file is read whole;
-    from the other files only the parts' bytes are read. `clock.loaded` counts the bytes read.
+    """Fill the parts' memory, and verify every `size`-th file from number `rank` on, unless all were verified before. A
+    verified file is read whole; from the other files only the parts' bytes are read. `clock.loaded` counts the bytes
+    read.
 
     Returns: the problems, with a line for each bad file. The parts have the saved values only if no rank has found a
     problem.
@@ -258,6 +259,10 @@ def fill(checkpoint: Checkpoint, parts: Sequence[Part], clock: Clock, rank: int 
         for stored in checkpoint.stored[part.param, part.state]:
             if part.box.intersection(stored.box):
                 wanted[stored.file].setdefault(stored, []).append(part)
+    if checkpoint.is_checked:
+        for boxes in wanted.values():
+            _fill_beside(checkpoint, boxes, clock)
+        return []
     problems = []
     for number, record in enumerate(checkpoint.manifest.files):
         path = checkpoint.path / record.name

@@ -18,6 +18,7 @@ from megamix.base.durable import aside_name
 from megamix.checkpoint.all_or_none import AllOrNone, SomeRankFailed
 from megamix.checkpoint.folder import MANIFEST, Files, checkpoints, name_for, unfinished
 from megamix.checkpoint.manifest import FileRecord, Manifest, RunRecord, manifest_text
+from megamix.checkpoint.mirror import Mirror
 from megamix.checkpoint.snapshot import HostCopy, Snapshot, take_snapshot
 from megamix.checkpoint.tensor_file import chunks
 from megamix.mixed_precision.engine import ShardedEngine
@@ -111,7 +112,8 @@ class Saver:
     `all_or_none`: nothing else may use its group, or the thread's collectives would be matched with others.
     `saved(path)`, `failed(error)`: one of them is called at the end of each save, by the thread that wrote it, before
     the next save begins. If a disk fails, every rank gets the same error; if a peer died, each rank gets its own error.
-    After a save all checkpoints are removed but the `keep` newest and those of which `stays(path)` is true.
+    After a save all checkpoints are removed but the `keep` newest and those of which `stays(path)` is true. `copy`:
+    copies the state for a save beside training; None: into memory of its own.
     """
 
     def __init__(
@@ -124,12 +126,13 @@ class Saver:
         files: Files | None = None,
         stays: Stays = lambda path: False,
         frozen: bool = True,
+        copy: HostCopy | Mirror | None = None,
     ):
         if type(keep) is not int or keep < 2:
             raise ValueError(f"keep must be a whole number, at least 2, got {keep!r}: the newest may be damaged")
         self.folder, self._keep, self._all_or_none, self._files = folder, keep, all_or_none, files or Files()
         self._saved, self._failed, self._stays, self._frozen = saved, failed, stays, frozen
-        self._copy = HostCopy()
+        self._copy = copy or HostCopy()
         self._thread: threading.Thread | None = None
 
     def save(self, engine: ShardedEngine, run: RunRecord) -> None:

@@ -141,16 +141,11 @@ class Snapshot:
         return Snapshot(manifest, [part for part in self.parts if part.state in (MASTER, BUFFER)])
 
 
-def take_snapshot(engine: ShardedEngine, run: RunRecord, frozen: bool = True) -> Snapshot:
-    """Return the engine's state between two steps, as views: save or copy it before the next step. The host waits for
-    the device. `frozen`: with the parameters that are not trained.
-
-    Raises: RuntimeError on every rank if half parameters were written past the engine.
-    """
-    engine.refuse_unseen_writes()
+def manifest_of(engine: ShardedEngine, run: RunRecord, frozen: bool = True) -> Manifest:
+    """Return the manifest of the engine's state as it is now, without files. The host waits for the device."""
     sets = [(entry, tuple(states.items())) for entry, states in state_sets(engine, frozen)]
     places = {states: place for place, states in enumerate(dict.fromkeys(states for _, states in sets))}
-    manifest = Manifest(
+    return Manifest(
         applied_updates=int(engine.applied_updates),
         skipped_steps=int(engine.skipped_steps),
         loss_scale={name: value.double().tolist() for name, value in engine.loss_scale.state_dict().items()},
@@ -166,6 +161,16 @@ def take_snapshot(engine: ShardedEngine, run: RunRecord, frozen: bool = True) ->
             for entry, states in sets
         ),
     )
+
+
+def take_snapshot(engine: ShardedEngine, run: RunRecord, frozen: bool = True) -> Snapshot:
+    """Return the engine's state between two steps, as views: save or copy it before the next step. The host waits for
+    the device. `frozen`: with the parameters that are not trained.
+
+    Raises: RuntimeError on every rank if half parameters were written past the engine.
+    """
+    engine.refuse_unseen_writes()
+    manifest = manifest_of(engine, run, frozen)
     parts = owned_parts(engine) if engine.topology.saves_shard else []
     if engine.topology.stage.rank == 0:
         first = {entry.name for entry in engine.plan.entries.buffers if entry.stage == engine.topology.pp.rank}

@@ -28,6 +28,7 @@ class Checkpoint:
     path: Path
     manifest: Manifest
     stored: dict[tuple[str, str], list[Stored]]  # by parameter and state
+    is_checked: bool = False  # True: every byte has been verified, in the nodes' memory, where each has its own files
 
     def read(self, stored: Stored, box: Box) -> Tensor:
         """Read a box that lies within a stored box. Return a view of the mapped file, in the stored dtype.

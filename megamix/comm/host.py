@@ -5,11 +5,13 @@ import datetime
 import json
 import os
 import socket
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megamix.comm.collectives import Collectives, make_collectives
 from megamix.comm.topology import Axis
@@ -47,3 +49,34 @@ def host_collectives(world: Axis, timeout_s: float) -> Collectives:
                 "it to the network interface of the nodes, or let the node's name resolve to its address"
             ) from error
     return make_collectives(replace(world, group=group), torch.device("cpu"))
+
+
+class HostMessages:
+    """Messages of bytes from rank to rank, beside all collectives. Every rank of the world must make one."""
+
+    def __init__(self, world: Axis, timeout_s: float):
+        self._group = host_collectives(world, timeout_s).axis.group
+
+    def send(self, to: int, number: int, text: str, data: Tensor) -> list[dist.Work | None]:
+        """Begin to send `data` with a number and a text. Neither may change before `wait`. Shapes: data (n,), U8."""
+        words = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+        head = torch.tensor([number, len(words), len(data)])
+        return [dist.isend(one, group=self._group, group_dst=to) for one in (head, words, data)]
+
+    def announced(self, giver: int) -> tuple[int, str, int]:
+        """Wait for a message, and return its number, its text and the size of its data. `receive` must follow."""
+        head = torch.empty(3, dtype=torch.int64)
+        dist.recv(head, group=self._group, group_src=giver)
+        number, length, size = head.tolist()
+        words = torch.empty(length, dtype=torch.uint8)
+        dist.recv(words, group=self._group, group_src=giver)
+        return number, words.numpy().tobytes().decode(), size
+
+    def receive(self, giver: int, data: Tensor) -> None:
+        dist.recv(data, group=self._group, group_src=giver)
+
+    @staticmethod
+    def wait(sent: Iterable[dist.Work | None]) -> None:
+        for work in sent:
+            if work is not None:
+                work.wait()

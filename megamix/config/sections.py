@@ -238,6 +238,8 @@ class CheckpointConfig(Section):
     name."""
     async_save: bool = True
     """Whether training goes on while a checkpoint is written, from a copy on the host."""
+    mirror: NonNegativeInt = 0
+    """Steps between copies of the state to the nodes' shared memory, from which a restart goes on. 0: none."""
     on_save_failure: Literal["continue", "stop"] = "continue"
     """After a failed save: a line in the log, or the end of the run, as after its last save either way."""
     resume: Text = "auto"

@@ -11,5 +11,6 @@ run_lock     one job at a time in a run's folder
 ledger       seconds of a start by what they went into
 journal      events of a run's starts, and the sign of life of the start that runs
 run_status   how a run stands by its journal, and its restarts without progress
+leftovers    what other runs have left in shared memory, and which of it may go
 run_folder   names in a run's folder, its owner, its checkpoints in words
 """

@@ -175,6 +175,14 @@ def read_rows(folder: Path) -> list[Row]:
     return _rows_in(path.read_bytes()) if path.is_file() else _rows_before(folder)
 
 
+def began_s(folder: Path) -> float | None:
+    """Return the time of a run's first start, in seconds since 1970, by which it differs from another run in the same
+    folder; None before it. Raises: OSError.
+    """
+    rows = read_rows(folder)
+    return float(rows[0]["t"]) if rows else None
+
+
 def _rows_in(journal: bytes) -> list[Row]:
     sign, *events = (row if row.keys() >= {*_KEYS} else {} for row in map(parsed, journal.split(b"\n")))
     rows = list[Row]()

@@ -22,6 +22,7 @@ The run:
 resume         the checkpoint that a run goes on from, and its way into the engine
 replicas       the check that every half parameter, on every rank, is still the cast of its master
 copies         copies of checkpoints elsewhere, made beside training
+mirrors        what a run keeps in shared memory, and which rank keeps whose share
 checkpointing  when a run saves, and the lines of the log on it
 results        weights and a sample of text, for use elsewhere
 batches        this rank's part of global batches, for training and for evaluation

@@ -10,7 +10,9 @@ from megamix.base.console import Console
 from megamix.base.signals import SAVE_FAILED, LeaveRequest
 from megamix.checkpoint.all_or_none import AllOrNone
 from megamix.checkpoint.folder import CHECKPOINTS, Files, applied_updates, checkpoints
+from megamix.checkpoint.mirror import Mirror
 from megamix.checkpoint.save import Saver, save
+from megamix.checkpoint.slots import home_of, remove_home
 from megamix.checkpoint.snapshot import take_snapshot
 from megamix.config.sections import CheckpointConfig
 from megamix.launch.exit_status import SaveFailedError
@@ -41,10 +43,12 @@ class RunCheckpoints:
         console: Console,
         leave: LeaveRequest,
         note: Callable[..., None],
+        mirror: Mirror | None = None,
     ):
         """`resume`: what the engine was loaded from, and what every checkpoint records. `note`: called with
-        "save_begin" and "save_end" and what a save has to say, by the thread that saves.
+        "save_begin" and "save_end" and what a save has to say, by the thread that saves. `mirror`: copies the state.
         """
+        self._mirror, self._home = mirror, home_of(Path(section.folder))
         self._note = note
         self._section, self._engine, self._record = section, engine, resume.record
         self._all_or_none, self._console, self._leave = all_or_none, console, leave
@@ -59,10 +63,11 @@ class RunCheckpoints:
             self._failed,
             self._files,
             lambda path: self._stays(path) or any(path == copier.taking for copier in self._copiers),
+            copy=mirror,
         )
         # Path and place in the run of the newest checkpoint in the run's own folder.
         own = start.checkpoint if start.checkpoint is not None and start.checkpoint.path.parent == folder else None
-        self._path = own.path if own is not None else None
+        self._path = own.path if own is not None else next(iter(checkpoints(folder)), None)
         self._newest = _place(start.progress) if own is not None else None
         self._under_way = _place(start.progress)
         self._copiers = [Copier(folder, take, console.line) for take in takes]
@@ -85,10 +90,13 @@ class RunCheckpoints:
 
         Raises: SaveFailedError on every rank.
         """
+        if self._mirror is not None:
+            self._all_or_none.every(self.finish_mirror)
         self._begin(progress, beside=False)
         self._saver.finish()  # no later save would remove unfinished files
         if self._error is not None:
             raise SaveFailedError(f"the last checkpoint could not be saved: {self._error}") from self._error
+        remove_home(self._home)  # the disk has it all
 
     def save_leaving(self, progress: Progress) -> str:
         """Call `save_last`, unless the launcher would kill the ranks in the middle of the save. Return the outcome in
@@ -149,12 +157,24 @@ class RunCheckpoints:
         record = self._record.model_copy(update={"progress": progress.model_dump(mode="json")})
         (self._saver.start if beside else self._saver.save)(self._engine, record)
 
+    def mirror(self, progress: Progress) -> None:
+        """Copy the state as it is between two steps to shared memory. `finish_mirror` must follow before the next
+        update.
+        """
+        assert self._mirror is not None
+        self._mirror.take(self._record.model_copy(update={"progress": progress.model_dump(mode="json")}))
+
+    def finish_mirror(self) -> None:
+        if self._mirror is not None:
+            self._mirror.finish()
+
     def _stays(self, path: Path) -> bool:
         update, keep_every = applied_updates(path), self._section.keep_every
         last = next((one for one in checkpoints(path.parent) if applied_updates(one) == update), path)
         return keep_every > 0 and update > 0 and update % keep_every == 0 and path == last
 
     def _saved(self, path: Path) -> None:
+        self._let_copy_go()
         self._newest, self._path = self._under_way, path
         self._took_s = time.perf_counter() - self._start_s
         self._note("save_end", saved=applied_updates(path), took_s=round(self._took_s, 3))
@@ -163,11 +183,16 @@ class RunCheckpoints:
             copier.wake()
 
     def _failed(self, error: Exception) -> None:
+        self._let_copy_go()
         self._error = error
         self._note("save_end", error=str(error))
         self._console.line(f"checkpoint NOT saved: {error}")
         if self._section.on_save_failure == "stop":
             self._leave.ask(SAVE_FAILED)
+
+    def _let_copy_go(self) -> None:
+        if self._mirror is not None:
+            self._mirror.saved()
 
 
 def _place(progress: Progress) -> tuple[int, int]:

@@ -27,6 +27,7 @@ from megamix.train.batches import RankBatches, Validation
 from megamix.train.checkpointing import RunCheckpoints
 from megamix.train.corpus import JobCorpus
 from megamix.train.engine import JobEngine
+from megamix.train.mirrors import build_mirror
 from megamix.train.objects import DTYPES, build_loader
 from megamix.train.results import Sample
 from megamix.train.resume import Resume
@@ -97,6 +98,7 @@ def build(config: Config, run: Run, resume: Resume, corpus: JobCorpus, lines: Li
     start = resume.load_into(engine, ranks.all_or_none)
     run.console.lines(*resume.start.lines(pace), run.kept)
     run.claim(start, resume.record.config)
+    mirror = build_mirror(config.checkpoint, engine, run, resume, files)
 
     # 3. The data, which must be those that the checkpoints will name.
     loader = partial(build_loader, section, device=device, packed=corpus.packed)
@@ -142,7 +144,7 @@ def build(config: Config, run: Run, resume: Resume, corpus: JobCorpus, lines: Li
         profiling=Profiling(config.profiling, run.folder, engine, run.console, writer),
         plan=BatchPlan(pace.steps, size, config.precision.on_overflow, config.precision.max_retries, start),
         checkpoints=RunCheckpoints(
-            config.checkpoint, engine, resume, ranks.all_or_none, run.console, ranks.leave, run.journal.tell
+            config.checkpoint, engine, resume, ranks.all_or_none, run.console, ranks.leave, run.journal.tell, mirror
         ),
         start=start,
         report=report,

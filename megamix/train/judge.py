@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megamix.checkpoint.folder import CHECKPOINTS, MANIFEST, checkpoints
 from megamix.checkpoint.manifest import Manifest, RunRecord, check_size, read_manifest
+from megamix.checkpoint.slots import SHARED
 from megamix.config import Config, ConfigError, DecoderConfig, Pace, first_weights
 from megamix.launch.run_folder import RESUME_WORDS, checkpoint_words, nothing_saved
 from megamix.launch.run_lock import refuse_held
@@ -34,7 +35,7 @@ class Judge:
         section, pace, applied = self._config.checkpoint, self._config.pace, manifest.applied_updates
         if applied > pace.steps:
             raise ConfigError([self._shorter(path, applied)], "job")
-        own = path.parent == self._folder
+        own = path.parent in (self._folder, SHARED)
         since = changes(path, manifest, self._record, own=own, surgery=bool(section.begin_anew))
         lines = since.told
         optimizer_changed = any(line.startswith("optimizer.") for line in lines)

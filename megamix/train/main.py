@@ -42,5 +42,6 @@ def run_job(config: Config, lines: Lines = NO_LINES, make: Callable[[Job], Train
             record = RunRecord(config=config.text, fingerprints=data, rng_rule=RNG_RULE, code=code)
             judge = Judge(config, record, ranks.topology.world.size)
             resume = Resume(run.folder / CHECKPOINTS, config.checkpoint.resume, judge.continuation_of_start, record)
-            with run.begun(resume.find(ranks.all_or_none)), ExitStack() as files:  # closed while the watch goes on
+            start = resume.find(ranks.topology.world, ranks.all_or_none)
+            with run.begun(start), ExitStack() as files:  # closed while the watch goes on
                 return make(build(config, run, resume, corpus, lines, files)).run()

@@ -4,13 +4,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from megamix.base.console import say_phase
+from megamix.base.console import say, say_phase
 from megamix.checkpoint.all_or_none import AllOrNone
-from megamix.checkpoint.folder import checkpoints
+from megamix.checkpoint.folder import applied_updates, checkpoints
+from megamix.checkpoint.in_memory import InMemory
 from megamix.checkpoint.load import load, load_or_older, newest_checkpoint, read_on_all
 from megamix.checkpoint.manifest import DamagedCheckpoint, Manifest, RunRecord
+from megamix.checkpoint.slots import home_of
 from megamix.checkpoint.verify import Checkpoint
+from megamix.comm.topology import Axis
 from megamix.config import ConfigError, Pace
+from megamix.launch.journal import began_s
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.train.resume_rules import no_step_left, none_is_whole, path_is_damaged
 from megamix.train.run_record import Progress, check_run
@@ -30,9 +34,10 @@ class Start:
         if self.checkpoint is None:
             return []
         path, applied = self.checkpoint.path, self.progress.applied
-        if applied == 0:  # imported weights
+        if applied == 0 and not self.checkpoint.is_checked:  # imported weights
             return [f"begins with the weights of {path}", *self.continuation.lines]
-        told = [f"goes on from {path} after update {applied}"]
+        what = f"memory ({path})" if self.checkpoint.is_checked else path
+        told = [f"goes on from {what} after update {applied}"]
         if applied == pace.steps:
             told.append(f"the run {no_step_left(pace)}; its weights and sample are written again")
         return [*told, *self.continuation.lines]
@@ -49,16 +54,39 @@ class Resume:
         self._folder, self._resume, self._judge, self.record = folder, resume, judge, record
         self.start = Start(None, Progress(), Continuation([]))
 
-    def find(self, all_or_none: AllOrNone) -> Progress:
-        """Find the start, and compare its checkpoint with the configuration. Return its progress.
+    def find(self, world: Axis, all_or_none: AllOrNone) -> Progress:
+        """Find the start, and compare its checkpoint with the configuration. Return its progress. The nodes' memory is
+        looked into before the disk.
 
         `load_into` later verifies the bytes of the checkpoint's tensors.
         Raises: ConfigError on every rank if the run must not go on; the run's folder stays as it was.
         """
         told = all_or_none.first(lambda: self.record.model_dump(mode="json"))
         self.record = RunRecord.model_validate(told)
-        self._take(find_checkpoint(self._folder, self._resume, all_or_none))
+        found = None if self._resume == "never" else self._in_memory(world, all_or_none)
+        self._take(found or find_checkpoint(self._folder, self._resume, all_or_none))
         return self.start.progress
+
+    def _in_memory(self, world: Axis, all_or_none: AllOrNone) -> Checkpoint | None:
+        """Return what the nodes' memory has of this run, unless it is older than the newest checkpoint."""
+        folder = self._folder.parent
+        began, saved = all_or_none.first(lambda: (began_s(folder), [*map(applied_updates, checkpoints(self._folder))]))
+        if began is None:
+            return None
+        memory = InMemory(home_of(folder), began, world, all_or_none)
+        found = memory.newest(self._is_alike)
+        if found is not None and found.manifest.applied_updates < max(saved, default=0):
+            return None
+        if memory.why and all_or_none.rank == 0:
+            say(f"megamix train: the nodes' memory has a newer state that is not whole: {memory.why}")
+        if found is not None:
+            check_run(found.manifest)
+        return found
+
+    def _is_alike(self, manifest: Manifest) -> bool:
+        """Return whether this job's ranks, if they are as many, own the same shares."""
+        then, now = manifest.run.tables(), self.record.tables()
+        return all(then.get(name) == now.get(name) for name in ("model", "optimizer", "parallelism", "precision"))
 
     def load_into(self, engine: ShardedEngine, all_or_none: AllOrNone) -> Progress:
         """Load the checkpoint that the run goes on from. Return the progress of the one that was loaded.

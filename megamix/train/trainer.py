@@ -103,6 +103,9 @@ class Trainer:
                 self._settle()
         if self.writer is not None:
             self.writer.sync()
+        return self._progress()
+
+    def _progress(self) -> Progress:
         return Progress(
             **dict(self.batch_plan.state()),
             skipped=self.overflows.count,
@@ -143,9 +146,15 @@ class Trainer:
                 start_s = time.perf_counter()
                 with self.job.profiling.attempt(attempt.number, plan.applied):
                     self.runner.forward_backward(self._load(attempt.batch))
+                    self.checkpoints.finish_mirror()
                     result = self.engine.step()
                 self._note(attempt, result)
                 self.ledger.launched(time.perf_counter() - start_s)
+                if _is_due(attempt.number, self.job.saves.mirror):
+                    while plan.must_settle(until=0):
+                        self._settle()
+                    with self.engine.clock.span("mirror"):
+                        self.checkpoints.mirror(self._progress())
             is_new = self._validated < stop  # False: this update was validated before the run was interrupted
             if is_new and self.job.validation is not None and self._stops_for(stop, self.job.eval_interval):
                 valid_loss = self._validate(self.job.validation, stop, leave)

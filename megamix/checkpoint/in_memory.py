@@ -1,0 +1,133 @@
+"""The newest state that is whole in the nodes' shared memory, as a checkpoint to go on from.
+
+A slot counts if its bytes have the sum of its record. The shares of one instant must all be there, on whatever nodes. A
+rank whose share lies on another node fetches it.
+"""
+
+import os
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from megamix.checkpoint.all_or_none import AllOrNone
+from megamix.checkpoint.manifest import FileRecord, Manifest
+from megamix.checkpoint.mirror import SharedSlot, sum_words
+from megamix.checkpoint.slots import SHARED, TENSORS, SlotRecord, records_in
+from megamix.checkpoint.tensor_file import Stored, read_header
+from megamix.checkpoint.verify import Checkpoint
+from megamix.comm.host import HostMessages
+from megamix.comm.topology import Axis
+
+Version = tuple[int, int, int]  # as in SlotRecord
+_Twins = dict[int, list[int]]  # by rank, the ranks that own the same share
+_TIMEOUT_S = 600.0  # most seconds for what is fetched from another node
+
+
+def node_of_process() -> str:
+    """Return what all processes that see the same shared memory have in common."""
+    told = os.stat(SHARED) if SHARED.is_dir() else os.stat("/")
+    return f"{os.uname().nodename} {told.st_dev} {told.st_ino}"
+
+
+class InMemory:
+    """Looks into the memory of all nodes. Every rank must make every call.
+
+    `began`: as in SlotRecord. `why`: why a newer state than the one found is not whole; empty if there is none.
+    """
+
+    why = ""
+
+    def __init__(self, home: Path, began: float, world: Axis, all_or_none: AllOrNone):
+        self._home, self._began, self._world, self._all_or_none = home, began, world, all_or_none
+        self._nodes: list[str] = all_or_none.every(node_of_process)
+        self._here = [rank for rank, node in enumerate(self._nodes) if node == self._nodes[world.rank]]
+
+    def newest(self, is_alike: Callable[[Manifest], bool]) -> Checkpoint | None:
+        """Return the newest state that is whole; None if none is. `is_alike`: returns whether the present ranks have
+        the shares of those that kept a state, if they are as many.
+        """
+        rank, leads = self._world.rank, self._here[0] == self._world.rank
+        told = self._all_or_none.every(lambda: [[*it.version, it.rank, [*it.twins]] for it in self._own()] * leads)
+        for version in sorted({(*slot[:3],) for slots in told for slot in slots}, reverse=True):
+            bad = self._all_or_none.every(partial(self._bad, version))
+            held = {node: _Twins() for node in self._nodes}
+            for node, slots in zip(self._nodes, told, strict=True):
+                held[node] |= {slot[3]: slot[4] for slot in slots if (*slot[:3],) == version}
+            for node, names in zip(self._nodes, bad, strict=True):
+                held[node] = {one: twins for one, twins in held[node].items() if one not in names}
+            ranks = {*range(version[2])}
+            if lost := ranks - set[int]().union(*map(_owners, held.values())):
+                self.why = self.why or f"that of attempt {version[0]} lacks the share of rank {min(lost)}"
+                continue
+            alike = self._all_or_none.every(partial(self._is_alike, version, is_alike))
+            is_full = all(_owners(its) == ranks for its in held.values())
+            if not is_full and not (all(alike) and len(ranks) == len(self._nodes)):
+                self.why = self.why or f"that of attempt {version[0]} lies on several nodes, as other ranks had it"
+                continue
+            if not is_full:
+                self._fetch(version, held)
+            return self._checkpoint(version, held[self._nodes[rank]].keys())
+        return None
+
+    def _own(self) -> list[SlotRecord]:
+        return [record for record in records_in(self._home) if record.began == self._began]
+
+    def _of(self, version: Version) -> list[SlotRecord]:
+        return [record for record in self._own() if record.version == version]
+
+    def _is_alike(self, version: Version, is_alike: Callable[[Manifest], bool]) -> bool:
+        return all(is_alike(record.manifest) for record in self._of(version)[:1])
+
+    def _bad(self, version: Version) -> list[int]:
+        """Return the ranks whose slots on this node are not as written. The ranks of a node share the work."""
+        mine = self._of(version)[self._here.index(self._world.rank) :: len(self._here)]
+        return [record.rank for record in mine if not _is_sound(self._home / f"{record.name}{TENSORS}", record.total)]
+
+    def _fetch(self, version: Version, held: Mapping[str, _Twins]) -> None:
+        """Bring to each node the shares of its ranks."""
+        messages = HostMessages(self._world, _TIMEOUT_S)
+        records = {record.rank: record for record in self._of(version)}
+        for rank, node in enumerate(self._nodes):
+            if rank in _owners(held[node]):
+                continue
+            source = next(other for other in self._nodes if rank in _owners(held[other]))
+            share, twins = next(one for one in held[source].items() if rank in one[1])
+            giver = self._nodes.index(source)
+            if self._world.rank == giver:
+                record = records[share]
+                data = torch.from_file(str(self._home / f"{record.name}{TENSORS}"), size=record.size, dtype=torch.uint8)
+                messages.wait(messages.send(rank, 0, record.model_dump_json(by_alias=True), data))
+            if self._world.rank == rank:
+                _, text, size = messages.announced(giver)
+                self._home.mkdir(mode=0o700, exist_ok=True)
+                slot = SharedSlot(self._home, SlotRecord.from_json(text).name, size)
+                messages.receive(giver, slot.bytes)
+                slot.close(text)
+            held[node][share] = twins
+
+    def _checkpoint(self, version: Version, shares: Collection[int]) -> Checkpoint:
+        stored = dict[tuple[str, str], list[Stored]]()
+        records = [record for record in self._of(version) if record.rank in shares]
+        for record in records:
+            for param, state, place in read_header(self._home / f"{record.name}{TENSORS}"):
+                boxes = stored.setdefault((param, state), [])
+                if all(place.box != other.box for other in boxes):  # twins have the same, and all ranks have buffers
+                    boxes.append(place)
+        manifest = records[0].manifest
+        names = [f"rank_{rank:05d}.safetensors" for rank in range(version[2])]
+        files = tuple(FileRecord(name=name, size=0, crc32=0) for name in names)
+        return Checkpoint(self._home, manifest.model_copy(update={"files": files}), stored, is_checked=True)
+
+
+def _owners(held: _Twins) -> set[int]:
+    return {rank for twins in held.values() for rank in twins}
+
+
+def _is_sound(path: Path, total: int) -> bool:
+    try:
+        return sum_words(torch.from_numpy(np.memmap(path, np.uint8, "c"))) == total
+    except (OSError, ValueError):  # ValueError: an empty file
+        return False

@@ -1,0 +1,126 @@
+"""What runs keep in the shared memory of this node: names and records. This module imports no torch.
+
+A run has a folder there. A slot in it is one rank's share of the state, a file as in a checkpoint; the record beside
+the file, put there by a rename, makes it whole. What a process has written there outlives the process, not the node.
+"""
+
+import fcntl
+import hashlib
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import NamedTuple, cast
+
+from megamix.base.durable import lock_file
+from megamix.checkpoint.manifest import Manifest, Record
+
+SHARED = Path(os.environ.get("MEGAMIX_SHM", "/dev/shm"))  # of this node, as every rank on it sees it
+_RUN = "run.txt"  # the path of the run's folder; a rank that lives has a flock of this file
+TENSORS, RECORD = ".safetensors", ".json"
+
+
+class SlotRecord(Record):
+    """What a slot holds."""
+
+    began: float  # time of the run's first start, in seconds since 1970: another run in the same folder has another one
+    start: int  # number of the start that wrote it
+    slot: int
+    rank: int  # whose share it is
+    twins: tuple[int, ...]  # all ranks that own this share, `rank` among them
+    ranks: int  # number of the run's ranks
+    size: int  # of the file, in bytes
+    total: int  # sum of the 64-bit words of the file, modulo 2^64
+    manifest: Manifest
+
+    @property
+    def version(self) -> tuple[int, int, int]:
+        """Return what slots of one instant have in common: attempts, number of the start, number of ranks."""
+        return cast(int, self.manifest.run.progress["attempts"]), self.start, self.ranks
+
+    @property
+    def name(self) -> str:
+        return f"start_{self.start:05d}.rank_{self.rank:05d}.slot_{self.slot}"
+
+
+def home_of(folder: Path) -> Path:
+    """Return the folder in shared memory of the run in `folder`."""
+    return SHARED / f"megamix-{os.getuid()}-{hashlib.sha256(os.fsencode(folder.absolute())).hexdigest()[:16]}"
+
+
+def write_private(path: Path, text: str) -> None:
+    """Write a file that only its owner reads, and that is whole or as it was."""
+    aside = path.with_suffix(".new")
+    with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        file.write(text)
+    aside.rename(path)
+
+
+def records_in(home: Path) -> list[SlotRecord]:
+    """Return the records of whole slots, the newest first."""
+    found = list[SlotRecord]()
+    for path in home.glob(f"*{RECORD}"):
+        with suppress(OSError, ValueError, LookupError):  # of another version
+            record = SlotRecord.from_json(path.read_bytes())
+            if record.version and path.stem == record.name:
+                found.append(record)
+    return sorted(found, key=lambda record: record.version, reverse=True)
+
+
+@contextmanager
+def held_home(folder: Path) -> Iterator[Path]:
+    """Make the run's folder in shared memory, and keep others from removing it until the end of the block."""
+    home = home_of(folder)
+    home.mkdir(mode=0o700, exist_ok=True)
+    descriptor = os.open(home / _RUN, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        lock_file(descriptor, fcntl.LOCK_SH)
+        os.pwrite(descriptor, os.fsencode(folder.absolute()), 0)
+        yield home
+    finally:
+        os.close(descriptor)
+
+
+class Kept(NamedTuple):
+    """What one run keeps in this node's shared memory."""
+
+    home: Path
+    folder: Path  # the run's
+    size: int  # bytes
+    update: int  # of its newest slot
+    lives: bool
+
+
+def all_kept() -> list[Kept]:
+    """Return what this user's runs keep in this node's shared memory."""
+    return [kept for home in SHARED.glob(f"megamix-{os.getuid()}-*") if (kept := _kept(home)) is not None]
+
+
+def _kept(home: Path) -> Kept | None:
+    with suppress(OSError):
+        descriptor = os.open(home / _RUN, os.O_RDWR)
+        try:
+            folder = Path(os.fsdecode(os.read(descriptor, 1 << 16)))
+            lives = False
+            try:
+                lock_file(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                lives = True
+        finally:
+            os.close(descriptor)
+        size = sum(path.stat().st_blocks * 512 for path in home.iterdir())
+        update = max((record.manifest.applied_updates for record in records_in(home)), default=0)
+        return Kept(home, folder, size, update, lives)
+    return None
+
+
+def remove_home(home: Path) -> None:
+    """Remove what a run keeps in this node's shared memory. Several ranks may call it at once."""
+    shutil.rmtree(home, ignore_errors=True)
+
+
+def remove_slot(home: Path, name: str) -> None:
+    """Remove a slot: first its record, so that it never looks whole."""
+    for suffix in (RECORD, TENSORS):
+        (home / f"{name}{suffix}").unlink(missing_ok=True)

@@ -1,0 +1,77 @@
+"""The mirror of a run: what it keeps in the nodes' shared memory, and which rank keeps whose share."""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from megamix.checkpoint.all_or_none import SomeRankFailed
+from megamix.checkpoint.in_memory import node_of_process
+from megamix.checkpoint.mirror import Mirror
+from megamix.checkpoint.slots import SlotRecord, held_home, remove_slot
+from megamix.checkpoint.snapshot import manifest_of
+from megamix.checkpoint.verify import Checkpoint
+from megamix.comm.host import HostMessages
+from megamix.config import ConfigError
+from megamix.config.sections import CheckpointConfig
+from megamix.launch.journal import began_s
+from megamix.launch.leftovers import remove_stale
+from megamix.mixed_precision.engine import ShardedEngine
+from megamix.train.resume import Resume
+from megamix.train.run import Run
+
+
+def build_mirror(
+    section: CheckpointConfig, engine: ShardedEngine, run: Run, resume: Resume, files: ExitStack
+) -> Mirror | None:
+    """Return the mirror that checkpoint.mirror asks for. Every rank must call it, after the state is loaded.
+
+    `files`: lets the memory go for other runs to judge. Raises: ConfigError on every rank if there is no room.
+    """
+    if not section.mirror:
+        return None
+    ranks, world = run.ranks, run.ranks.topology.world
+    home = files.enter_context(held_home(run.folder))
+    began, start = ranks.all_or_none.first(lambda: [began_s(run.folder), run.journal.starts])
+    nodes = ranks.all_or_none.every(node_of_process)
+    twins = tuple(ranks.topology.replicas.ranks)
+    takers = [_taker(nodes, rank, its) for rank, its in enumerate(ranks.all_or_none.every(lambda: twins))]
+    left = list[str]()
+    if nodes.index(nodes[world.rank]) == world.rank:  # the first rank of this node
+        remove_stale(home)
+        left = _of_earlier_starts(home, resume.start.checkpoint)
+    record = SlotRecord(
+        began=began, start=start, slot=0, rank=world.rank, twins=twins, ranks=world.size, size=0, total=0,
+        manifest=manifest_of(engine, resume.record),
+    )  # fmt: skip
+    mirror = Mirror(engine, home, record, left)
+    sizes = ranks.all_or_none.every(lambda: mirror.size)
+    givers = {giver: sizes[giver] for giver, taker in enumerate(takers) if taker == world.rank}
+    messages = HostMessages(world, ranks.timeout_s) if any(taker is not None for taker in takers) else None
+    number = 3 if section.async_save else 2
+    try:
+        ranks.all_or_none.every(lambda: mirror.make_slots(number, messages, takers[world.rank], givers))
+    except SomeRankFailed as error:
+        raise ConfigError([f"checkpoint.mirror: {error}"], "job") from None
+    return mirror
+
+
+def _taker(nodes: Sequence[str], rank: int, twins: Sequence[int]) -> int | None:
+    """Return the rank on the next node that keeps this rank's share, too. None: there is one node, or another node has
+    a rank with the same share.
+    """
+    places = list(dict.fromkeys(nodes))
+    if len(places) == 1 or any(nodes[twin] != nodes[rank] for twin in twins):
+        return None
+    beside = [other for other, node in enumerate(nodes) if node == nodes[rank]]
+    after = places[(places.index(nodes[rank]) + 1) % len(places)]
+    there = [other for other, node in enumerate(nodes) if node == after]
+    return there[beside.index(rank) % len(there)]
+
+
+def _of_earlier_starts(home: Path, loaded: Checkpoint | None) -> list[str]:
+    """Remove the slots of earlier starts on this node, but those that this start has loaded. Return their names."""
+    stored = loaded.stored.values() if loaded is not None and loaded.path == home else ()
+    left = {Path(place.file).stem for places in stored for place in places}
+    for name in {path.stem for path in home.glob("start_*")} - left:
+        remove_slot(home, name)
+    return sorted(left)
