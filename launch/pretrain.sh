@@ -68,12 +68,6 @@ export TORCHINDUCTOR_CACHE_DIR="${TORCHINDUCTOR_CACHE_DIR:-${TMPDIR:-/tmp}/torch
 [[ "${NPROC_PER_NODE:-1}" =~ ^[1-9][0-9]*$ ]] ||
   die "NPROC_PER_NODE: got $NPROC_PER_NODE, must be 1 or more; write NPROC_PER_NODE=2"
 find_installed_python torch numpy pydantic safetensors psutil
-if [[ "$nnodes" == 1 ]]; then
-  rendezvous=(--standalone)
-else
-  # torchrun's static rendezvous: unlike c10d it unpickles nothing, so that who reaches the port cannot run code here.
-  rendezvous=(--nnodes="$nnodes" --node-rank="$node_rank" --master-addr="$MASTER_ADDR" --master-port="$master_port")
-fi
-# One process checks the job and is then its launcher, which is torchrun as a module: the program of that name on PATH
-# may belong to another Python. Ours ends with the ranks' status, and with --standalone its ranks meet on loopback.
-exec "$PYTHON" -m megamix.cli.pretrain "${rendezvous[@]}" -- "$@" $check ${memory[@]+"${memory[@]}"}
+# One process checks the job, and forks its ranks once it has loaded all that they need. It ends with their status. The
+# ranks of one machine meet on loopback.
+exec "$PYTHON" -m megamix.cli.pretrain "$@" $check ${memory[@]+"${memory[@]}"}

@@ -69,8 +69,9 @@ def outlook_of(arguments, config, tell):
     record("asked", f"{arguments.config} {arguments.check} {arguments.memory}")
     return "no problems"
 
-def start_ranks(options, request):
-    record("log", " ".join([sys.argv[1], "ranks", *options]))
+def start_ranks(config, notes, machines, job, request, began_s):
+    record("log", " ".join([sys.argv[1], "ranks", str(machines.ranks), *job]))
+    record("machines", f"{machines.number} {machines.this} {machines.address} {machines.port}")
     record("left", " ".join(name for name in os.environ if name.startswith("PET_")))
     settings = [os.environ.get(name, "") for name in ("OMP_NUM_THREADS", "MALLOC_TRIM_THRESHOLD_")]
     record("environment", "OMP_NUM_THREADS={} MALLOC={}".format(*settings))

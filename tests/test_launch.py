@@ -41,7 +41,6 @@ def test_asked_for_help_a_script_prints_its_usage_and_does_nothing(sandbox, scri
 
 
 NODES = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "node0"}
-MEET = "--nnodes=2 --node-rank={} --master-addr=node0 --master-port={}"
 KUBEFLOW = {f"PET_{name}": value for name, value in NODES.items()} | {
     "PET_MASTER_PORT": "4711", "PET_NPROC_PER_NODE": "auto", "NODE_RANK": "0",
     "PET_RDZV_BACKEND": "c10d", "PET_MAX_RESTARTS": "3",  # torchrun would take them by itself
@@ -51,10 +50,10 @@ KUBEFLOW = {f"PET_{name}": value for name, value in NODES.items()} | {
 @pytest.mark.parametrize(
     ("gpus", "variables", "meet", "ranks", "world"),
     [
-        (4, {}, "--standalone", 4, 4),
-        (4, {"NPROC_PER_NODE": "2"}, "--standalone", 2, 2),
-        (0, NODES, MEET.format(1, 29500), 1, 2),
-        (4, KUBEFLOW, MEET.format(0, 4711), 4, 8),
+        (4, {}, "1 0 127.0.0.1 0", 4, 4),
+        (4, {"NPROC_PER_NODE": "2"}, "1 0 127.0.0.1 0", 2, 2),
+        (0, NODES, "2 1 node0 29500", 1, 2),
+        (4, KUBEFLOW, "2 0 node0 4711", 4, 8),
     ],
 )
 def test_pretrain_starts_a_rank_per_gpu_or_as_told_by_names_of_ours_or_kubeflows(
@@ -63,9 +62,13 @@ def test_pretrain_starts_a_rank_per_gpu_or_as_told_by_names_of_ours_or_kubeflows
     sandbox.gpus(gpus)
     done, started = pretrain(sandbox, "{config}", "training.steps=90", **variables)
     assert done.returncode == 0, done.stderr
-    assert started == [f"{meet} --nproc-per-node={ranks} -m megamix train {{config}} training.steps=90"]
+    assert started == [f"{ranks} {{config}} training.steps=90"]
+    assert sandbox.lines("machines") == [meet]
     # One interpreter that imports anything, the launcher: the other looks for modules, and ends.
-    assert sandbox.lines("started") == ["- torch numpy", f"-m megamix.cli.pretrain {meet.split()[0]}"]
+    assert sandbox.lines("started") == [
+        "- torch numpy",
+        f"-m megamix.cli.pretrain {sandbox.repo}/configs/quickstart.toml",
+    ]
     assert sandbox.lines("checked") == [f"WORLD_SIZE={world}"]
     # Each rank has its own: tests/base/test_machine.py.
     assert sandbox.lines("environment") == ["OMP_NUM_THREADS= MALLOC="]
@@ -88,7 +91,7 @@ def test_pretrains_check_takes_what_a_rank_may_hold_and_starts_none(sandbox):
 )
 def test_pretrain_tells_all_mistakes_before_it_imports_torch(tmp_path, nproc, overrides, told):
     """Tell of the configuration at once; of files and ranks too, where GPUs need not be counted."""
-    job = ["--standalone", "--", str(ROOT / "configs/quickstart.toml"), *overrides]
+    job = [str(ROOT / "configs/quickstart.toml"), *overrides]
     code = f"import sys; from megamix.cli.pretrain import main; print(main({job}), 'torch' in sys.modules)"
     environment = os.environ | {"NPROC_PER_NODE": nproc}
     command = [sys.executable, "-c", code]
@@ -98,7 +101,7 @@ def test_pretrain_tells_all_mistakes_before_it_imports_torch(tmp_path, nproc, ov
 
 
 def test_a_signal_while_files_are_looked_at_ends_pretrain_as_a_run_that_was_asked_to_leave():
-    job = ["--standalone", "--", str(ROOT / "configs/quickstart.toml")]
+    job = [str(ROOT / "configs/quickstart.toml")]
     look = "lambda *_: (os.kill(os.getpid(), signal.SIGTERM), time.sleep(60))"
     code = "import os, signal, time; from megamix.cli import pretrain, train; "
     code += f"train.outlook_of = {look}; pretrain.main({job})"
@@ -129,8 +132,8 @@ def test_a_signal_while_the_script_still_looks_ends_it_as_a_run_that_was_asked_t
 @pytest.mark.parametrize(
     ("module", "number", "status"),
     [
-        ("megamix.cli.pretrain --standalone --", signal.SIGTERM, EXIT_STATUS["preempted"]),
-        ("megamix.cli.pretrain --standalone --", signal.SIGUSR1, EXIT_STATUS["preempted"]),
+        ("megamix.cli.pretrain", signal.SIGTERM, EXIT_STATUS["preempted"]),
+        ("megamix.cli.pretrain", signal.SIGUSR1, EXIT_STATUS["preempted"]),
         ("megamix train", signal.SIGINT, -signal.SIGINT),
     ],
 )
@@ -200,8 +203,7 @@ def test_quickstart_prepares_and_trains_on_what_is_there(sandbox, gpus, variable
     assert stages == ["1/3 install", "2/3 text", "3/3 training"]  # nobody waits without a word
     lines = [line for line in sandbox.lines() if not line.startswith(("pip", "python3"))]
     assert lines[0].startswith("python -m megamix prepare --corpus stdlib --output runs/data/stdlib ")
-    options = f"--standalone --nproc-per-node={ranks} -m megamix train configs/quickstart.toml"
-    assert lines[1].split()[2:] == [*options.split(), *override, "optimizer.lr=1e-3"]
+    assert lines[1].split()[2:] == [str(ranks), "configs/quickstart.toml", *override, "optimizer.lr=1e-3"]
 
 
 def test_quickstart_ends_with_what_was_reached_the_pictures_and_the_next_commands(sandbox):

@@ -6,6 +6,7 @@ launcher without ranks  ends with 75, and says that no rank had started         
 launcher with ranks     tells each rank, and kills it after a time; not after    signals_passed_on
                         SIGUSR1
 launcher after them     nothing: it is about to end as they have                 signals_passed_on
+warm process            ignores them                                             ignore_noted
 rank before it joins    dies: nothing has begun, and the launcher ends with 75   ctrl_c_kills
 rank from then on       notes it: all ranks end after one update, save, and      signals_noted
                         end with 75 (`Trainer.train`); a third SIGINT aborts
@@ -85,6 +86,7 @@ class LeaveRequest:
 
     def __init__(self, shutdown_s: float = math.inf, now_s: Callable[[], float] = time.monotonic) -> None:
         self.reason = 0
+        self.begun = False  # True: a launcher has started ranks that are not its children
         self._shutdown_s, self._now_s = shutdown_s, now_s
         self._end_s = math.inf
 
@@ -183,7 +185,7 @@ def _pass_on(woken: int, request: LeaveRequest, children_of: Callable[[int], lis
         left_s = request.left_s()
         readable, _, _ = select.select([woken], [], [], None if math.isinf(left_s) else max(0.1, left_s))
         if not readable:
-            _send(signal.SIGKILL, children_of(os.getpid()))
+            send(signal.SIGKILL, children_of(os.getpid()))
             continue
         told = os.read(woken, 64)
         if not told:
@@ -192,14 +194,15 @@ def _pass_on(woken: int, request: LeaveRequest, children_of: Callable[[int], lis
             if number in NOTED:  # other signals are left to torchrun and Python
                 request.ask(number)
                 ranks = children_of(os.getpid())
-                _send(number, ranks)
-                if not ranks and _faults_of_the_ended() == faults:
+                send(number, ranks)
+                if not ranks and not request.begun and _faults_of_the_ended() == faults:
                     with contextlib.suppress(OSError):
                         print(_NO_RANK, file=sys.stderr, flush=True)
                     os._exit(PREEMPTED)
 
 
-def _send(number: int, ranks: list[int]) -> None:
+def send(number: int, ranks: Iterable[int]) -> None:
+    """Send a signal to processes, of which some may have ended."""
     for rank in ranks:
         with contextlib.suppress(ProcessLookupError):  # the rank has just ended
             os.kill(rank, number)
@@ -208,6 +211,25 @@ def _send(number: int, ranks: list[int]) -> None:
 def _faults_of_the_ended() -> int:
     """Return the page faults of all children that have ended. The number changes when another child ends."""
     return resource.getrusage(resource.RUSAGE_CHILDREN).ru_minflt
+
+
+# The process from which a launcher forks its ranks.
+
+
+def ignore_noted() -> list[signal.Signals]:
+    """Ignore what ranks note from here on, and return it for `noted_again`: the launcher tells the ranks."""
+    if (wake := signal.set_wakeup_fd(-1)) >= 0:
+        os.close(wake)  # the launcher's thread ends when nobody has it open
+    numbers = [number for number in NOTED if signal.getsignal(number) != signal.SIG_IGN]
+    for number in numbers:
+        signal.signal(number, signal.SIG_IGN)
+    return numbers
+
+
+def noted_again(numbers: Iterable[signal.Signals]) -> None:
+    """Let these signals end this process again, which is a rank now, until it notes them."""
+    for number in numbers:
+        signal.signal(number, signal.SIG_DFL)
 
 
 # A verb other than train, and the processes that it starts.

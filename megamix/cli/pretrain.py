@@ -1,12 +1,18 @@
 """`python -m megamix.cli.pretrain`: the one process of launch/pretrain.sh. It checks a job, then launches its ranks.
 
-    python -m megamix.cli.pretrain [torchrun's options] -- CONFIG [section.key=value ...] [--check [--memory SIZE]]
+    python -m megamix.cli.pretrain CONFIG [section.key=value ...] [--check [--memory SIZE]]
 
-The script has judged NNODES and NPROC_PER_NODE. Mistakes in the configuration are reported before torch is imported,
-mistakes in files and numbers of ranks before any rank starts.
+The script has judged NNODES, NPROC_PER_NODE and what else says where the machines meet. Mistakes in the configuration are
+reported before torch is imported, mistakes in files and numbers of ranks before any rank starts.
 """
 
-from megamix.base.signals import PREEMPTED, ctrl_c_kills, signals_passed_on, sigterm_and_sigusr1_end
+from megamix.base.signals import (
+    PREEMPTED,
+    LeaveRequest,
+    ctrl_c_kills,
+    signals_passed_on,
+    sigterm_and_sigusr1_end,
+)
 
 if __name__ == "__main__":
     ctrl_c_kills()
@@ -22,50 +28,86 @@ from pathlib import Path
 
 from megamix.base.console import end_process, say, say_phase
 from megamix.base.machine import many_imports
-from megamix.base.processes import children_of
 from megamix.cli import train, verbs
-from megamix.config import ConfigError
-from megamix.launch.exit_status import EXIT_STATUS
+from megamix.config import Config, ConfigError
+from megamix.launch.agent import Agent, Machines
+from megamix.launch.exit_status import EXIT_STATUS, NO_MEMORY, NoAnswerError
+from megamix.launch.ledger import age_s, boot_s
 from megamix.launch.run_folder import describe_failure
-from megamix.launch.torchrun import start_ranks
+from megamix.launch.torchrun import tell_plan
+from megamix.launch.warm import WarmProcess, ranks_of
+from megamix.train.compiler import try_compiler
+from megamix.train.own_code import source
 
 _SETTINGS = ("NPROC_PER_NODE", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 def main(argv: list[str]) -> int:
     """Return the exit status: 0 after --check, the launcher's, or 2 for wrong input."""
-    border = argv.index("--")
-    options, job = argv[:border], argv[border + 1 :]
-    return verbs.main(["train", *job], partial(_pretrain, options, job))
+    return verbs.main(["train", *argv], partial(_pretrain, argv))
 
 
-def _pretrain(options: list[str], job: list[str], arguments: argparse.Namespace) -> int:
-    tell: Callable[[str], None] = say if arguments.check else lambda line: None  # the ranks print these lines
+def _pretrain(job: list[str], arguments: argparse.Namespace) -> int:
+    began_s = boot_s() - age_s(os.getpid())
+    notes = list[str]()
+    tell: Callable[[str], None] = say if arguments.check else notes.append  # the ranks print these lines
     say_phase("checking the job")
     config = train.job_of(arguments, tell)
-    with signals_passed_on(children_of) as request:
+    with signals_passed_on(ranks_of) as request:
         ranks = int(os.environ.get("NPROC_PER_NODE") or 0) or max(1, _gpus())
-        # Both sizes are the whole job's; torchrun tells each rank its own. No node is ahead of the others: the run's
-        # folder is claimed only when all ranks have met.
-        world_size = ranks * int(os.environ.get("NNODES") or 1)
+        # Both sizes are the whole job's; each rank is told its own. No node is ahead of the others: the run's folder is
+        # claimed only when all ranks have met.
+        machines = _machines(ranks)
+        world_size = ranks * machines.number
         os.environ |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(ranks)}
-        outlook = train.outlook_of(arguments, config, tell)
+        outlook = train.outlook_of(arguments, config, say if arguments.check else lambda line: None)
         if arguments.check:
             say(outlook)
             return 0
-        _gpus()  # tells in words if torch cannot be imported
         say_phase(f"no problems; starting {ranks} rank{'s' * (ranks > 1)}")
-        status = start_ranks([*options, f"--nproc-per-node={ranks}", "-m", "megamix", "train", *job], request)
+        status = start_ranks(config, notes, machines, job, request, began_s)
+    if status == NO_MEMORY:
+        tell_plan(job, ranks, world_size)
     if status == PREEMPTED:
-        say(f"megamix: interrupted; to go on, repeat the command: {_command_line(options, job)}", sys.stderr)
+        say(f"megamix: interrupted; to go on, repeat the command: {_command_line(job)}", sys.stderr)
     elif status == EXIT_STATUS["failed"]:
-        say(f"megamix: failed; {describe_failure(config.checkpoint)}: {_command_line(options, job)}", sys.stderr)
+        say(f"megamix: failed; {describe_failure(config.checkpoint)}: {_command_line(job)}", sys.stderr)
     return status
 
 
-def _command_line(options: list[str], job: list[str]) -> str:
+def _machines(ranks: int) -> Machines:
+    number = int(os.environ.get("NNODES") or 1)
+    if number == 1:
+        return Machines(ranks)
+    this, port = int(os.environ["NODE_RANK"]), int(os.environ.get("MASTER_PORT") or 29500)
+    return Machines(ranks, number, this, os.environ["MASTER_ADDR"], port)
+
+
+def start_ranks(
+    config: Config, notes: list[str], machines: Machines, job: list[str], request: LeaveRequest, began_s: float
+) -> int:
+    """Load what the ranks need, start them, and return the exit status."""
+    train.set_environment(config)
+    _import_torch()
+    train.load(config)
+    if config.optimizer.compile:
+        try_compiler()
+    source()  # for all ranks
+    from megamix.launch.rendezvous import keep_to_loopback  # imports torch
+
+    if machines.number == 1:
+        keep_to_loopback(os.environ)
+    warm = WarmProcess(partial(verbs.main, ["train", *job], partial(train.run_warm, config, notes)))
+    try:
+        return Agent(warm, machines, request, began_s).run(Path(config.checkpoint.folder))
+    except NoAnswerError as error:
+        say(f"megamix: {error}", sys.stderr)
+        return error.exit_status
+
+
+def _command_line(job: list[str]) -> str:
     launched = (Path(__file__).parents[2] / "launch/pretrain.sh").is_file()  # in a checkout
-    start = ["./launch/pretrain.sh"] if launched else ["python", "-m", "megamix.cli.pretrain", *options, "--"]
+    start = ["./launch/pretrain.sh"] if launched else ["python", "-m", "megamix.cli.pretrain"]
     ranks = os.environ["LOCAL_WORLD_SIZE"]
     settings = {"NPROC_PER_NODE": ranks} if ranks != "1" else {}
     settings |= {name: os.environ[name] for name in _SETTINGS if os.environ.get(name)}
@@ -74,18 +116,33 @@ def _command_line(options: list[str], job: list[str]) -> str:
 
 
 def _gpus() -> int:
-    """Return the number of GPUs that torch can use. Raises: ConfigError if torch cannot be imported."""
+    """Return the number of GPUs that torch can use. Another process counts them: ranks are forked from this one, which
+    must leave CUDA alone. Raises: as `_import_torch`.
+    """
+    _import_torch()
+    import torch
+
+    reading, writing = os.pipe()
+    if os.fork() == 0:
+        os.write(writing, str(torch.cuda.device_count() if torch.cuda.is_available() else 0).encode())
+        os._exit(0)
+    os.close(writing)
+    with open(reading) as told:
+        return int(told.read() or 0)
+
+
+def _import_torch() -> None:
+    """Raises: ConfigError if torch cannot be imported."""
     if "torch" not in sys.modules:
         say_phase("loading torch")
     try:
         with many_imports():
-            import torch
+            import torch  # noqa: F401  # what follows takes it as loaded
     except ImportError as error:
         python = os.environ.get("MEGAMIX_PYTHON")
         where = f"MEGAMIX_PYTHON: got {python}" if python else f"python: got {sys.executable}"
         problem = f"{where}, it cannot import: torch; install that there, or name another ({error})"
         raise ConfigError([problem], "environment") from error
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -33,11 +33,29 @@ def run_train(arguments: argparse.Namespace) -> None:
     if arguments.check:
         say_on_first_rank(outlook_of(arguments, config, say_on_first_rank))
         return
+    set_environment(config)
+    _check(config)
+    load(config)
+    _train(config)
+
+
+def run_warm(config: Config, notes: Sequence[str], arguments: argparse.Namespace) -> int:
+    """Train on this rank, which was forked from a process that has called `job_of`, `set_environment` and `load`.
+
+    `notes`: what `job_of` has told. Returns the exit status.
+    """
+    for line in notes:
+        say_on_first_rank(line)
+    _check(config)
+    _train(config)
+    return 0
+
+
+def _check(config: Config) -> None:
     from megamix.train.check import check
     from megamix.train.job_size import JobSize
 
     check(config, say_on_first_rank, starts=True)
-    _set_torch_environment(config.training.deterministic)
     size = JobSize(config)
     if too_much := size.memory_problem():
         raise ConfigError([too_much], "job")
@@ -45,16 +63,25 @@ def run_train(arguments: argparse.Namespace) -> None:
         raise ConfigError([no_compiler], "job")
     if too_little := size.disk_problem():
         say_on_first_rank(f"note: {too_little}")
-    with many_imports():
-        say_phase("loading torch")
-        from megamix.train.job import Lines
-        from megamix.train.main import run_job
 
-        if config.optimizer.compile:
-            load_compiler(config.model)
+
+def _train(config: Config) -> None:
+    from megamix.train.job import Lines
+    from megamix.train.main import run_job
+
     if not has_gpu():
         keep_freed_memory()
     run_job(config, Lines(partial(_memory_line, config), partial(_time_line, config)))
+
+
+def load(config: Config) -> None:
+    """Load torch, and all else that a job needs of code. Nothing here asks for a GPU."""
+    with many_imports():
+        say_phase("loading torch")
+        import megamix.train.main  # noqa: F401  # for its imports
+
+        if config.optimizer.compile:
+            load_compiler(config.model)
 
 
 def job_of(arguments: argparse.Namespace, tell: Callable[[str], None]) -> Config:
@@ -91,7 +118,7 @@ def outlook_of(arguments: argparse.Namespace, config: Config, tell: Callable[[st
 
     told = check(config, tell)
     if arguments.check:
-        _set_torch_environment(config.training.deterministic)
+        set_environment(config)
         size = JobSize(config)
         for problem in filter(None, (size.memory_problem(), size.disk_problem(), compiler_problem(config.model))):
             tell(f"note: {problem}")  # the job may run on another machine than the check
@@ -116,8 +143,10 @@ def _of_transformers(model: Any) -> str:
     )
 
 
-def _set_torch_environment(deterministic: bool) -> None:
-    set_torch_environment(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), deterministic=deterministic)
+def set_environment(config: Config) -> None:
+    """Set what torch reads when it is loaded."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    set_torch_environment(ranks, deterministic=config.training.deterministic)
 
 
 def _memory_line(config: Config, engine: ShardedEngine) -> str:

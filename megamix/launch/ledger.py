@@ -17,6 +17,7 @@ TRAINED, OVERFLOW, REDONE, START, COMPILE = "trained", "overflow", "redone", "st
 VALIDATION, SAVING, WAITING, STALLED, DOWN = "validation", "saving", "waiting", "stalled", "down"
 BUCKETS = (TRAINED, OVERFLOW, REDONE, START, COMPILE, VALIDATION, SAVING, WAITING, STALLED, DOWN)
 
+BEGAN = "MEGAMIX_BEGAN_S"  # names the variable in which a launcher tells when a start began, by `boot_s`
 _KEPT = 0.9  # weight of the earlier attempts in their usual time
 
 

@@ -14,6 +14,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, MutableMapping
+from contextlib import suppress
 from functools import partial
 
 from megamix.base.console import say
@@ -51,6 +52,7 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 BACKEND = "loopback"  # torchrun --rdzv-backend=loopback
 
 MEET_S = 600.0  # seconds within which machine 0 must listen: torch's own limit for those that wait there
+_STORE_WAITS = datetime.timedelta(minutes=5)
 QUIET_S = 20.0  # seconds of waiting for machine 0 without a line
 _LOOPBACK = "127.0.0.1"
 _ANY_PORT = "localhost:0"  # the endpoint of --standalone
@@ -73,14 +75,42 @@ class LoopbackRendezvous(StaticTCPRendezvous):
 
     def next_rendezvous(self) -> rendezvous.RendezvousInfo:
         keep_to_loopback(os.environ)  # the ranks inherit the environment
-        with socket.create_server((_LOOPBACK, 0)) as listener:  # TCPStore itself would listen on every interface
-            port = listener.getsockname()[1]
-            store = TCPStore(
-                _LOOPBACK, port, is_master=True, wait_for_workers=False, timeout=datetime.timedelta(minutes=5),
-                master_listen_fd=listener.detach(),
-            )  # fmt: skip
+        store, port = _loopback_store()
         agents = PrefixStore("agent", store)  # the prefix keeps the agent's keys apart from the ranks' keys
         return rendezvous.RendezvousInfo(agents, 0, 1, rendezvous.RendezvousStoreInfo(_LOOPBACK, port))
+
+
+def _loopback_store() -> tuple[TCPStore, int]:
+    """Return a store of this machine, and its port."""
+    with socket.create_server((_LOOPBACK, 0)) as listener:  # TCPStore itself would listen on every interface
+        port = listener.getsockname()[1]
+        store = TCPStore(
+            _LOOPBACK,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=_STORE_WAITS,
+            master_listen_fd=listener.detach(),
+        )
+    return store, port
+
+
+def meeting_of(machines: int, this: int, address: str, port: int) -> tuple[TCPStore, int]:
+    """Return the store in which the ranks of a job meet, and its port: of one machine on its loopback, of several on
+    machine 0, which must hold it to the end. Raises: as `_require_meeting`.
+    """
+    if machines == 1:
+        return _loopback_store()
+    _require_meeting(address, port, listens=this == 0)
+    return TCPStore(address, port, is_master=this == 0, wait_for_workers=False, timeout=_STORE_WAITS), port
+
+
+def leave_meeting(store: TCPStore, machines: int, this: int) -> None:
+    """Leave it after a good end; machine 0 waits some minutes until the others have left."""
+    with suppress(RuntimeError):  # machine 0 is gone
+        store.set(f"megamix/machine {this} has left", "")
+        if this == 0:
+            store.wait([f"megamix/machine {other} has left" for other in range(machines)])
 
 
 def torchrun(arguments: list[str]) -> None:

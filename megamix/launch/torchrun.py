@@ -12,6 +12,7 @@ import logging
 import signal
 import subprocess
 import sys
+from typing import NamedTuple
 
 from megamix.base.console import drop_unwritten, open_streams, say
 from megamix.base.machine import has_gpu, kernel_kills, memory_for_each
@@ -59,30 +60,51 @@ def start_ranks(arguments: list[str], request: LeaveRequest) -> int:
         return error.exit_status
     except ChildFailedError as error:
         rank, first = error.get_first_failure()
-        status: int = first.exitcode
-        if -signal.SIGKILL in (one.exitcode for one in error.failures.values()) and kernel_kills() > kills:
-            say("megamix: the kernel has killed a rank, because there was no memory left", sys.stderr)
-            status = NO_MEMORY
-        elif status < 0 and -status not in NOTED:
-            say(f"megamix: rank {rank} (pid {first.pid}) was killed by {first.signal_name()}", sys.stderr)
+        was_killed = -signal.SIGKILL in (one.exitcode for one in error.failures.values())
+        status = status_of(Ended(rank, first.pid, first.exitcode), was_killed, kills, request)
         if status == NO_MEMORY:
             _tell_plan(arguments)
-        # A rank that a signal to leave has killed directly was still starting, so nothing is lost.
-        return PREEMPTED if -status in NOTED or request.left_s() <= 0 else max(status, 1)
+        return status
     return 0
 
 
+class Ended(NamedTuple):
+    """The end of a rank."""
+
+    rank: int  # among those of this machine, from 0 on
+    pid: int
+    code: int  # exit status; below 0: a signal's number
+
+
+def status_of(first: Ended, was_killed: bool, kills: int, request: LeaveRequest) -> int:
+    """Return the exit status of a launcher whose ranks have failed, and name a rank that was killed.
+
+    `first`: the first one that failed. `was_killed`: whether one got SIGKILL. `kills`: `kernel_kills()` before.
+    """
+    status = first.code
+    if was_killed and kernel_kills() > kills:
+        say("megamix: the kernel has killed a rank, because there was no memory left", sys.stderr)
+        status = NO_MEMORY
+    elif status < 0 and -status not in NOTED:
+        say(f"megamix: rank {first.rank} (pid {first.pid}) was killed by {signal.Signals(-status).name}", sys.stderr)
+    # A rank that a signal to leave has killed directly was still starting, so nothing is lost.
+    return PREEMPTED if -status in NOTED or request.left_s() <= 0 else max(status, 1)
+
+
 def _tell_plan(arguments: list[str]) -> None:
-    """Print what each rank needed and what to change: run `megamix plan` with the memory that a rank has here."""
     from torch.distributed.run import determine_local_world_size, get_args_parser, parse_min_max_nnodes
 
     args = get_args_parser().parse_args(arguments)
-    ranks = determine_local_world_size(args.nproc_per_node)
-    world = f"--world={ranks * parse_min_max_nnodes(args.nnodes)[1]}"
-    of_cpu = ["--device=cpu", f"--memory={int(memory_for_each(ranks)[0]) >> 20}MiB"]
     if [args.training_script, *args.training_script_args[:1]] == ["megamix", "train"]:
-        plan = ["megamix", "plan", *args.training_script_args[1:], world, *([] if has_gpu() else of_cpu)]
-        subprocess.run([sys.executable, "-m", *plan], stdout=sys.stderr, check=False)
+        ranks = determine_local_world_size(args.nproc_per_node)
+        tell_plan(args.training_script_args[1:], ranks, ranks * parse_min_max_nnodes(args.nnodes)[1])
+
+
+def tell_plan(job: list[str], ranks: int, world_size: int) -> None:
+    """Print what each rank needed and what to change: run `megamix plan` with the memory that a rank has here."""
+    of_cpu = ["--device=cpu", f"--memory={int(memory_for_each(ranks)[0]) >> 20}MiB"]
+    plan = ["megamix", "plan", *job, f"--world={world_size}", *([] if has_gpu() else of_cpu)]
+    subprocess.run([sys.executable, "-m", *plan], stdout=sys.stderr, check=False)
 
 
 if __name__ == "__main__":

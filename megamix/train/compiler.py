@@ -15,11 +15,16 @@ def compiler_problem(model: DecoderConfig) -> str:
 
     Without one, the update falls back to torch's own kernels.
     """
-    name = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")  # the one that torch starts
+    name = _compiler()
     if not model.compile or shutil.which(name):
         return ""
     fix = "install it, name another one by CXX, or write compile = false"
     return f"model.compile: is true, but there is no C++ compiler {name}; {fix}"
+
+
+def _compiler() -> str:
+    """Return the name of the C++ compiler that torch starts."""
+    return os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
 
 
 def load_compiler(model: DecoderConfig) -> None:
@@ -36,3 +41,19 @@ def load_compiler(model: DecoderConfig) -> None:
         # The update uses 256-bit vectors, which any g++ that compiles torch's headers knows. A trial of each vector set
         # of the CPU would start a new interpreter at each start of each rank, and compile unless a result is cached.
         vectors.vec_isa_ok = True
+
+
+def try_compiler() -> None:
+    """Compile an update of a few elements, so that all is loaded that torch loads at its first compilation. Do it where
+    that starts no thread and no driver of a GPU.
+    """
+    import torch
+
+    if torch.version.cuda is not None or not shutil.which(_compiler()):
+        return
+    from megamix.mixed_precision.engine import ShardedEngine
+    from megamix.mixed_precision.optim.adamw import AdamW
+    from megamix.mixed_precision.settings import Precision
+
+    with torch._inductor.config.patch(compile_threads=1):
+        ShardedEngine(torch.nn.Linear(8, 8), AdamW(lr=1e-3), Precision(torch.bfloat16))

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 from megamix.data import DISTRIBUTION
@@ -28,6 +29,7 @@ def version(package: str) -> str:
         return "not installed"
 
 
+@cache  # a process does not change the code that it has loaded, and asking git takes a tenth of a second
 def source() -> str:
     """Return megamix's commit, with `-dirty` if files differ from it, or its version where there is no checkout."""
     told = ""

@@ -20,7 +20,7 @@ from megamix.config.sections import CheckpointConfig
 from megamix.launch import run_folder
 from megamix.launch.exit_status import EndedEarlyError, NoMemoryError
 from megamix.launch.journal import Journal, Reached
-from megamix.launch.ledger import COMPILE, START, Ledger, age_s, boot_s
+from megamix.launch.ledger import BEGAN, COMPILE, START, Ledger, age_s, boot_s
 from megamix.launch.liveness import Position, RollCall
 from megamix.launch.run_folder import checkpoint_words
 from megamix.launch.run_lock import run_lock
@@ -60,7 +60,7 @@ class Run:
         self._engine: ShardedEngine | None = None
         self._position: Callable[[], Position] = self._position_at_the_start
         self._reached: Callable[[], Reached] = lambda: Reached(self._start.applied, self._start.tokens)
-        began_s = boot_s() - age_s(ranks.launcher or os.getpid())
+        began_s = float(os.environ.get(BEGAN) or boot_s() - age_s(ranks.launcher or os.getpid()))
         self.journal = Journal(self.folder, Ledger(began_s), lambda: self._reached(), self._tell_ended)
 
     @cached_property  # built at the first line, since a progress bar counts time from its construction

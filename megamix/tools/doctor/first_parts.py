@@ -122,7 +122,7 @@ def _job(name: str, changes: Mapping[str, Any]) -> list[str]:
     own = {"data": {"train": [{"markov": 16, "weight": 1.0}]}, "checkpoint": {"folder": name}}
     config = config_from_dict(expected()["job"], own, changes)
     Path(f"{name}.toml").write_text(config.text)
-    return ["-m", "megamix.cli.pretrain", "--standalone", "--", f"{name}.toml"]
+    return ["-m", "megamix.cli.pretrain", f"{name}.toml"]
 
 
 def _run(

@@ -1,0 +1,97 @@
+"""The launcher of a job's ranks on this machine. It forks them from a warm process, ends with their exit status, and
+starts them again after a failure, if they are the whole job.
+"""
+
+import signal
+import sys
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+from megamix.base.console import say
+from megamix.base.machine import kernel_kills
+from megamix.base.signals import PREEMPTED, LeaveRequest, send
+from megamix.launch.exit_status import EXIT_STATUS
+from megamix.launch.ledger import BEGAN, boot_s
+from megamix.launch.run_status import read_status
+from megamix.launch.torchrun import Ended, status_of
+from megamix.launch.warm import WarmProcess
+
+# Seconds that ranks have to end, and to say why, after another one has failed. They notice it within one.
+_LEFT_BEHIND_S = 10.0
+# Exit statuses of ranks that all end alike, some of them later: these are not hurried.
+_ALIKE = (EXIT_STATUS["finished"], EXIT_STATUS["gave_up"], EXIT_STATUS["preempted"])
+
+
+@dataclass(frozen=True)
+class Machines:
+    """The machines of a job, as this one sees them."""
+
+    ranks: int  # on each
+    number: int = 1
+    this: int = 0
+    address: str = "127.0.0.1"  # of machine 0
+    port: int = 0  # of its store; 0: a free one, for one machine
+
+
+class Agent:
+    """Starts a job's ranks on this machine, and waits for them."""
+
+    def __init__(self, warm: WarmProcess, machines: Machines, request: LeaveRequest, began_s: float):
+        """`request`: says whether the job was asked to leave. `began_s`: when this process did, by `boot_s`."""
+        self._warm, self._machines, self._request, self._began_s = warm, machines, request, began_s
+
+    def run(self, folder: Path) -> int:
+        """Run the ranks to their end, and start them again while that helps. Return the exit status.
+
+        `folder`: the run's. It tells whether a start has got anywhere: a run that does not gives up by itself.
+        """
+        while True:
+            before = read_status(folder)
+            kills = kernel_kills()
+            ended = self._start()
+            if not ended:
+                return EXIT_STATUS["finished"]
+            was_killed = -signal.SIGKILL in (one.code for one in ended)
+            status = status_of(ended[0], was_killed, kills, self._request)
+            now = read_status(folder)
+            helps = now.starts > before.starts and (ended[0].code < 0 or now.update > now.start)
+            if status != EXIT_STATUS["failed"] or self._machines.number > 1 or not helps:
+                return status
+            if self._request.reason:
+                return PREEMPTED
+            say(f"megamix: starting the ranks again after update {now.update}", sys.stderr)
+            self._began_s = boot_s()
+
+    def _start(self) -> list[Ended]:
+        """Run the ranks once. Return how those ended that did not succeed, the first one first."""
+        from megamix.launch.rendezvous import leave_meeting, meeting_of  # imports torch
+
+        machines = self._machines
+        store, port = meeting_of(machines.number, machines.this, machines.address, machines.port)
+        common = {
+            "WORLD_SIZE": machines.ranks * machines.number, "LOCAL_WORLD_SIZE": machines.ranks,
+            "GROUP_RANK": machines.this, "GROUP_WORLD_SIZE": machines.number,
+            "MASTER_ADDR": machines.address, "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RUN_ID": "megamix", "TORCHELASTIC_RESTART_COUNT": 0, BEGAN: self._began_s,
+        }  # fmt: skip
+        first = machines.this * machines.ranks
+        places = [common | {"RANK": first + local, "LOCAL_RANK": local} for local in range(machines.ranks)]
+        alive = {*self._warm.start([{name: str(value) for name, value in place.items()} for place in places])}
+        self._request.begun = True
+        failed = list[Ended]()
+        hurry = threading.Timer(_LEFT_BEHIND_S, lambda: send(signal.SIGKILL, [*alive]))
+        hurry.daemon = True
+        for ended in self._warm.ends():
+            alive.discard(ended.pid)
+            if ended.code not in _ALIKE and all(one.code in _ALIKE for one in failed):
+                hurry.start()
+                send(signal.SIGTERM, [*alive])
+            if ended.code:
+                failed.append(ended)
+        hurry.cancel()
+        if alive:  # the warm process was killed, and its ranks leave as they notice
+            failed.append(Ended(0, min(alive), EXIT_STATUS["failed"]))
+        if not failed and machines.number > 1:
+            leave_meeting(store, machines.number, machines.this)
+        return failed

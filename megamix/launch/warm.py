@@ -1,0 +1,79 @@
+"""A warm process, from which a launcher forks its ranks: it has loaded all that they need, has no threads of its own,
+and leaves CUDA alone. A rank starts from it in milliseconds, the first time and after a failure.
+"""
+
+import json
+import os
+import select
+import socket
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NoReturn
+
+from megamix.base.console import end_process
+from megamix.base.processes import children_of
+from megamix.base.signals import ignore_noted, noted_again
+from megamix.launch.torchrun import Ended
+
+_POLL_S = 0.01
+
+
+class WarmProcess:
+    """Forks the ranks of one machine, which run `main` and end with its exit status.
+
+    It is a fork of this process, so load first what ranks need. If this process dies, it ends, too.
+    """
+
+    def __init__(self, main: Callable[[], int]):
+        sys.stdout.flush()
+        self._link, theirs = socket.socketpair()
+        if os.fork() == 0:
+            self._link.close()
+            _serve(theirs, main)
+        theirs.close()
+        self._told = self._link.makefile("r")
+
+    def start(self, environments: Sequence[Mapping[str, str]]) -> list[int]:
+        """Start ranks with these variables, and return their pids. All that were started before have ended."""
+        self._link.sendall(f"{json.dumps([dict(one) for one in environments])}\n".encode())
+        return [int(pid) for pid in json.loads(self._told.readline() or "[]")]
+
+    def ends(self) -> Iterator[Ended]:
+        """Yield each rank that ends, as it does so, until all have ended."""
+        for line in self._told:
+            told = json.loads(line)
+            if not told:
+                return
+            yield Ended(*told)
+
+
+def ranks_of(launcher: int) -> list[int]:
+    """Return the pids of the ranks that a launcher's warm process has forked."""
+    return [rank for warm in children_of(launcher) for rank in children_of(warm)]
+
+
+def _serve(link: socket.socket, main: Callable[[], int]) -> NoReturn:
+    os.setsid()  # a terminal's Ctrl-C goes to the launcher, which tells the ranks
+    noted = ignore_noted()
+    for line in link.makefile("r"):
+        ranks = dict[int, int]()
+        for number, environment in enumerate(json.loads(line)):
+            if (pid := os.fork()) == 0:
+                link.close()
+                noted_again(noted)
+                os.environ.update(environment)
+                end_process(main())
+            ranks[pid] = number
+        _tell(link, [*ranks])
+        while ranks:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid:
+                _tell(link, Ended(ranks.pop(pid), pid, os.waitstatus_to_exitcode(status)))
+            elif select.select([link], [], [], _POLL_S)[0]:  # the launcher says nothing meanwhile: it is dead
+                os._exit(1)
+        _tell(link, [])
+    os._exit(0)
+
+
+def _tell(link: socket.socket, value: object) -> None:
+    link.sendall(f"{json.dumps(value)}\n".encode())
