@@ -2,8 +2,8 @@
 
     python -m megamix.cli.pretrain CONFIG [section.key=value ...] [--check [--memory SIZE]]
 
-The script has judged NNODES, NPROC_PER_NODE and what else says where the machines meet. Mistakes in the configuration are
-reported before torch is imported, mistakes in files and numbers of ranks before any rank starts.
+The script has judged NNODES, NPROC_PER_NODE and where the machines meet. Mistakes in the configuration are reported
+before torch is imported, mistakes in files and numbers of ranks before any rank starts.
 """
 
 from megamix.base.signals import (

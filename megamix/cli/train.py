@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -77,7 +78,8 @@ def _train(config: Config) -> None:
 def load(config: Config) -> None:
     """Load torch, and all else that a job needs of code. Nothing here asks for a GPU."""
     with many_imports():
-        say_phase("loading torch")
+        if "torch" not in sys.modules:
+            say_phase("loading torch")
         import megamix.train.main  # noqa: F401  # for its imports
 
         if config.optimizer.compile:

@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from megamix.base.console import end_process
 from megamix.base.processes import children_of
-from megamix.base.signals import ignore_noted, noted_again
+from megamix.base.signals import INTERRUPTED, ignore_noted, noted_again
 from megamix.launch.torchrun import Ended
 
 _POLL_S = 0.01
@@ -62,7 +62,7 @@ def _serve(link: socket.socket, main: Callable[[], int]) -> NoReturn:
                 link.close()
                 noted_again(noted)
                 os.environ.update(environment)
-                end_process(main())
+                end_process(_status_of(main))
             ranks[pid] = number
         _tell(link, [*ranks])
         while ranks:
@@ -73,6 +73,17 @@ def _serve(link: socket.socket, main: Callable[[], int]) -> NoReturn:
                 os._exit(1)
         _tell(link, [])
     os._exit(0)
+
+
+def _status_of(main: Callable[[], int]) -> int:
+    """Return the exit status of a rank, of which nothing may unwind into the code of its launcher."""
+    try:
+        return main()
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        return 1
 
 
 def _tell(link: socket.socket, value: object) -> None:

@@ -51,8 +51,8 @@ def test_the_quickstart_trains_in_fp16_on_real_text(tmp_path):
     # Until the first step the launcher and one rank print the phases of the start, in order; the log is as it was.
     phases = [line for line in result.stderr.splitlines() if re.match("megamix train: (?!still )", line)]
     assert [phase.removeprefix("megamix train: ") for phase in phases] == [
-        "checking the job", "loading torch", "no problems; starting 2 ranks", "loading torch",
-        "meeting all 2 ranks", "building the model",
+        "checking the job", "no problems; starting 2 ranks", "loading torch", "meeting all 2 ranks",
+        "building the model",
     ]  # fmt: skip
     assert "2 rank(s)" in result.stdout
     assert result.stdout.count("valid loss") == 1  # at the end, said by one rank

@@ -1,0 +1,60 @@
+"""The launcher of a job starts its ranks again after a failure that another start may mend, and after no other."""
+
+import os
+import signal
+import time
+from functools import partial
+
+import pytest
+
+from megamix.base.signals import LeaveRequest
+from megamix.launch.agent import Agent, Machines
+from megamix.launch.journal import Journal, Reached, read_rows
+from megamix.launch.ledger import Ledger, boot_s
+from megamix.launch.warm import WarmProcess
+from megamix.tools.ranks import DEADLINE_S, forkserver
+
+
+def _rank(folder, starts):
+    """Be a rank: the first one makes the updates of this start and ends as it says; the second one waits."""
+    if os.environ["RANK"] == "1":
+        time.sleep(DEADLINE_S)
+    step = 0
+    journal = Journal(folder, Ledger(boot_s()), lambda: Reached(step, 0))
+    before = read_rows(folder)
+    step = before[-1]["step"] if before else 0
+    journal.open(steps=9)
+    updates, end = starts[journal.starts - 1]
+    step += updates
+    journal.tell("first_step")
+    if end < 0:
+        os.kill(os.getpid(), -end)
+    return end
+
+
+def _launch(folder, starts, ranks, status):
+    agent = Agent(WarmProcess(partial(_rank, folder, starts)), Machines(ranks), LeaveRequest(), boot_s())
+    status.put(agent.run(folder))
+
+
+@pytest.mark.parametrize(
+    ("starts", "ranks", "status"),
+    [
+        ([(3, -9), (0, -9), (2, 2)], 2, 2),  # the second rank is told each time
+        ([(3, -9), (0, -9), (2, -9), (1, 0)], 1, 0),
+        ([(3, 1), (1, 1), (0, 1)], 1, 1),  # an error that comes again
+        ([(0, 1)], 1, 1),
+        ([(0, -9), (0, 3)], 1, 3),
+        *([[(3, end)], 1, end] for end in (2, 3, 4)),
+        ([(3, -signal.SIGTERM)], 1, 75),
+    ],
+)
+def test_ranks_start_again_if_one_was_killed_or_they_had_got_further(tmp_path, starts, ranks, status):
+    context = forkserver()
+    told = context.SimpleQueue()
+    process = context.Process(target=_launch, args=(tmp_path, starts, ranks, told))
+    process.start()
+    process.join(DEADLINE_S)
+    assert process.exitcode == 0
+    assert told.get() == status
+    assert read_rows(tmp_path)[-1]["starts"] == len(starts)
