@@ -21,6 +21,11 @@ _RUN = "run.txt"  # the path of the run's folder; a rank that lives has a flock 
 TENSORS, RECORD = ".safetensors", ".json"
 
 
+def number_of_slots(*, async_save: bool) -> int:
+    """Return how many slots a share has: two take turns, and a save beside training writes from one more."""
+    return 3 if async_save else 2
+
+
 class SlotRecord(Record):
     """What a slot holds."""
 

@@ -46,14 +46,19 @@ def status_arguments(parser: Parser) -> None:
     parser.example = "megamix status runs/*"
     parser.add_value("runs", "RUN", Path, "the checkpoint.folder of a run", nargs="+")
     parser.add_value("--watch", "SECONDS", float, "look again every SECONDS until Ctrl-C")
+    parser.add_flag("--clear", "remove what RUN keeps in this machine's shared memory; it must not live")
 
 
 @lines_told
 def run_status(arguments: argparse.Namespace) -> Iterator[str]:
-    from megamix.log.report.overview import overview
+    from megamix.launch.leftovers import clear
+    from megamix.log.report.overview import kept_lines, overview
 
+    if arguments.clear:
+        yield from map(clear, arguments.runs)
+        return
     while True:
-        lines = [*overview(arguments.runs)]
+        lines = [*overview(arguments.runs), *kept_lines()]
         yield from [f"\x1b[H\x1b[J{lines[0]}", *lines[1:]] if arguments.watch and sys.stdout.isatty() else lines
         if not arguments.watch:
             return

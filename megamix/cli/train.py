@@ -58,7 +58,7 @@ def _check(config: Config) -> None:
 
     check(config, say_on_first_rank, starts=True)
     size = JobSize(config)
-    if too_much := size.memory_problem():
+    if too_much := size.memory_problem() or size.mirror_problem():
         raise ConfigError([too_much], "job")
     if (no_compiler := compiler_problem(config.model)) and not has_gpu():
         raise ConfigError([no_compiler], "job")
@@ -122,7 +122,8 @@ def outlook_of(arguments: argparse.Namespace, config: Config, tell: Callable[[st
     if arguments.check:
         set_environment(config)
         size = JobSize(config)
-        for problem in filter(None, (size.memory_problem(), size.disk_problem(), compiler_problem(config.model))):
+        problems = size.memory_problem(), size.mirror_problem(), size.disk_problem(), compiler_problem(config.model)
+        for problem in filter(None, problems):
             tell(f"note: {problem}")  # the job may run on another machine than the check
     start, before = describe_start(config)
     told = f"{told}; {start}"

@@ -1,20 +1,47 @@
 """What runs have left in this node's shared memory: which of it may go. This module imports no torch."""
 
+import shutil
 from pathlib import Path
 
 from megamix.checkpoint.folder import CHECKPOINTS, applied_updates, checkpoints
-from megamix.checkpoint.slots import Kept, all_kept, remove_home
+from megamix.checkpoint.slots import SHARED, Kept, all_kept, home_of, remove_home
 from megamix.launch.run_status import read_status
 
 
 def remove_stale(own: Path) -> None:
     """Remove what other runs have left, if their folder is gone, they are done, or a checkpoint is as new."""
     for kept in all_kept():
-        if kept.home != own and not kept.lives and _is_stale(kept):
+        if kept.home != own and _is_stale(kept):
             remove_home(kept.home)
 
 
+def room_for(folder: Path) -> int:
+    """Return the bytes that the run in `folder` may take of this node's shared memory: those that are free, that it has
+    there, and that its start frees. 0 without such memory.
+    """
+    if not SHARED.is_dir():
+        return 0
+    own = home_of(folder)
+    freed = [kept.size for kept in all_kept() if kept.home == own or _is_stale(kept)]
+    return shutil.disk_usage(SHARED).free + sum(freed)
+
+
+def clear(folder: Path) -> str:
+    """Remove what the run in `folder` keeps in this node's shared memory. Return a line that says so. Raises:
+    ValueError if the run lives.
+    """
+    for kept in all_kept():
+        if kept.folder.resolve() == folder.resolve():
+            if kept.lives:
+                raise ValueError(f"RUN: {folder} lives, and writes to {kept.home}; end it, then write --clear")
+            remove_home(kept.home)
+            return f"{folder}: removed {kept.size / 2**20:,.1f} MiB, the state after update {kept.update:,}"
+    return f"{folder}: keeps nothing in {SHARED} of this machine"
+
+
 def _is_stale(kept: Kept) -> bool:
+    if kept.lives:
+        return False
     saved = max(map(applied_updates, checkpoints(kept.folder / CHECKPOINTS)), default=-1)
     is_done = read_status(kept.folder).state in ("finished", "gave_up")
     return not kept.folder.is_dir() or is_done or saved >= kept.update

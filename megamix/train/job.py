@@ -96,8 +96,8 @@ def build(config: Config, run: Run, resume: Resume, corpus: JobCorpus, lines: Li
 
     # 2. The state of a run that goes on. From here on the folder is this run's.
     start = resume.load_into(engine, ranks.all_or_none)
-    run.console.lines(*resume.start.lines(pace), run.kept)
-    run.claim(start, resume.record.config)
+    run.console.lines(*resume.start.lines(pace, run.folder), run.kept)
+    run.claim(start, resume.record.config, memory=resume.start.is_from_memory)
     mirror = build_mirror(config.checkpoint, engine, run, resume, files)
 
     # 3. The data, which must be those that the checkpoints will name.

@@ -11,9 +11,11 @@ from pathlib import Path
 from megamix.base.durable import existing_parent
 from megamix.base.machine import has_gpu, memory_for_each
 from megamix.checkpoint.folder import CHECKPOINTS, checkpoints
+from megamix.checkpoint.slots import SHARED
 from megamix.config import Config
+from megamix.launch.leftovers import room_for
 from megamix.train.corpus import JobCorpus
-from megamix.train.least_memory import GIB, STATES, LeastHeld, amount
+from megamix.train.least_memory import GIB, STATES, LeastHeld, amount, mirrored
 
 
 class JobSize:
@@ -25,14 +27,22 @@ class JobSize:
         self._corpus = JobCorpus(config.data, config.model)
         self._pace, self._seed, self._section = config.pace, config.training.seed, config.checkpoint
         self._replicas, self._optimizer = config.parallelism.replicas, config.optimizer.name
+        self._ranks = int(os.environ.get("WORLD_SIZE", "1"))
+        self._held = self._least.by_category(self._ranks)
+        self._ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", str(self._ranks)))
 
     def lines(self, before: int = 0) -> list[str]:
         """Return what the job takes. `before`: number of its updates that another run has made."""
-        held, limit, what = self._memory_here()
-        params, need = self._least.params, amount(sum(held.values()))
-        memory = f"{need} a rank between steps, more within one; each may take {amount(limit)} ({what})"
+        limit, what = self._memory_here()
+        params, held = self._least.params, amount(sum(self._held.values()))
+        memory = f"{held} a rank between steps, more within one; each may take {amount(limit)} ({what})"
         count = f"{params / 1e9:.3g} B" if params >= 1e9 else f"{params / 1e6:.3g} M"
         facts = [("parameters", count), *self._tokens(before), ("memory", memory), ("checkpoint", self._disk()[0])]
+        if SHARED.is_dir():
+            share, need, room = self._mirrored()
+            takes = "takes" if self._section.mirror else "checkpoint.mirror = 1 would take"
+            told = f"{takes} {amount(share)} a rank, {amount(need)} of the {amount(room)} free in {SHARED} here"
+            facts.append(("mirror", told))
         return [f"{name:<13} {fact}" for name, fact in facts]
 
     def disk_problem(self) -> str | None:
@@ -43,27 +53,56 @@ class JobSize:
 
     def memory_problem(self) -> str | None:
         """Return why the ranks cannot hold the job; None if they probably can."""
-        held, limit, what = self._memory_here()
-        need = sum(held.values())
+        limit, what = self._memory_here()
+        need = sum(self._held.values())
         if need <= limit:
             return None
-        table = ", ".join(f"{name} {size / GIB:,.2f} GiB" for name, size in held.items() if size)
+        table = ", ".join(f"{name} {size / GIB:,.2f} GiB" for name, size in self._held.items() if size)
         return (
             f"memory: a rank holds {need / GIB:,.2f} GiB or more between steps ({table}), and of {what} it has "
             f"{limit / GIB:,.2f} GiB; start more ranks, set parallelism.shard, tensor or pipeline, or make the model "
-            f"smaller: megamix plan CONFIG --world {os.environ.get('WORLD_SIZE', '1')} shows what a rank needs"
+            f"smaller: megamix plan CONFIG --world {self._ranks} shows what a rank needs"
         )
 
-    def _memory_here(self) -> tuple[dict[str, float], float, str]:
-        """Return what each rank holds at least, the bytes that it may take, and what sets that limit."""
-        world_size = int(os.environ.get("WORLD_SIZE", "1"))
-        held = self._least.by_category(world_size)
-        limit, what = memory_for_each(int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size))))
-        if sum(held.values()) > min(limit, GIB) and has_gpu():
+    def mirror_problem(self) -> str | None:
+        """Return why this machine has no room for the copies of checkpoint.mirror; None if it probably has."""
+        if not self._section.mirror:
+            return None
+        share, need, room = self._mirrored()
+        got = f"checkpoint.mirror: got {self._section.mirror}, which takes {amount(need)} of {SHARED}"
+        if need > room:
+            there = f"where {amount(room)} can be taken" if SHARED.is_dir() else "which this machine lacks"
+            size = f"{need // GIB + 2:.0f}"  # NCCL takes some, too
+            return (
+                f"{got}, {there}; write mirror = 0, or in a container make it larger: docker run --shm-size={size}g, "
+                f"in Kubernetes an emptyDir with medium: Memory and sizeLimit: {size}Gi at /dev/shm"
+            )
+        held, (limit, what) = sum(self._held.values()), memory_for_each(self._ranks_here)
+        if share > limit or (share + held > limit and not has_gpu()):
+            return (
+                f"{got}, {amount(share)} a rank beside the {amount(held)} that it holds, and of {what} it has "
+                f"{amount(limit)}; write mirror = 0, or allow the container more: docker run --memory, in Kubernetes "
+                "resources.limits.memory"
+            )
+        return None
+
+    def _mirrored(self) -> tuple[float, float, float]:
+        """Return the most bytes that checkpoint.mirror takes of shared memory for a rank and for all ranks here, and
+        those that it can have.
+        """
+        share = mirrored(self._held, self._section)
+        if self._ranks > self._ranks_here and self._replicas == 1:
+            share *= 2
+        return share, share * self._ranks_here, room_for(Path(self._section.folder))
+
+    def _memory_here(self) -> tuple[float, str]:
+        """Return the bytes that each rank may take, and what sets that limit."""
+        limit, what = memory_for_each(self._ranks_here)
+        if sum(self._held.values()) > min(limit, GIB) and has_gpu():
             import torch
 
             limit, what = float(torch.cuda.get_device_properties(0).total_memory), "its GPU"
-        return held, limit, what
+        return limit, what
 
     def _tokens(self, before: int) -> list[tuple[str, str]]:
         pace = self._pace

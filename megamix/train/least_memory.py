@@ -4,10 +4,12 @@ the memory of this machine.
 torch is imported only for a family that is a plugin's. `megamix plan` counts exactly.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from megamix.checkpoint.slots import number_of_slots
 from megamix.config import (
     ConfigError,
     DecoderConfig,
@@ -17,15 +19,25 @@ from megamix.config import (
     PrecisionConfig,
     ranks_along,
 )
+from megamix.config.sections import CheckpointConfig
 from megamix.model import sizes
 
 GIB = 2**30
+OWNED = ("FP32 masters", "FP32 average of the weights", "optimizer states")  # what a checkpoint has of a rank
 STATES = {"adamw": 2, "nag": 1, "muon": 1}  # fewest states of a parameter; 0 for a plugin's optimizer
 
 
 def amount(size: float) -> str:
     """Return a number of bytes in the unit that leaves it readable."""
     return f"{size / GIB:,.2f} GiB" if abs(size) >= GIB else f"{size / 2**20:,.2f} MiB"
+
+
+def mirrored(held: Mapping[str, float], section: CheckpointConfig) -> float:
+    """Return the most bytes that checkpoint.mirror takes of shared memory for a rank that holds so much, by category.
+    With several machines and one replica the next machine takes as much again.
+    """
+    # A restart keeps the slot that it has loaded until two newer ones are whole.
+    return (number_of_slots(async_save=section.async_save) + 1) * sum(held[name] for name in OWNED)
 
 
 @dataclass

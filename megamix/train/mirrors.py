@@ -7,7 +7,7 @@ from pathlib import Path
 from megamix.checkpoint.all_or_none import SomeRankFailed
 from megamix.checkpoint.in_memory import node_of_process
 from megamix.checkpoint.mirror import Mirror
-from megamix.checkpoint.slots import SlotRecord, held_home, remove_slot
+from megamix.checkpoint.slots import SlotRecord, held_home, number_of_slots, remove_slot
 from megamix.checkpoint.snapshot import manifest_of
 from megamix.checkpoint.verify import Checkpoint
 from megamix.comm.host import HostMessages
@@ -47,7 +47,7 @@ def build_mirror(
     sizes = ranks.all_or_none.every(lambda: mirror.size)
     givers = {giver: sizes[giver] for giver, taker in enumerate(takers) if taker == world.rank}
     messages = HostMessages(world, ranks.timeout_s) if any(taker is not None for taker in takers) else None
-    number = 3 if section.async_save else 2
+    number = number_of_slots(async_save=section.async_save)
     try:
         ranks.all_or_none.every(lambda: mirror.make_slots(number, messages, takers[world.rank], givers))
     except SomeRankFailed as error:

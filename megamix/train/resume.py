@@ -29,15 +29,21 @@ class Start:
     progress: Progress
     continuation: Continuation
 
-    def lines(self, pace: Pace) -> list[str]:
-        """Return the lines that say from where a run of this length continues."""
+    @property
+    def is_from_memory(self) -> bool:
+        return self.checkpoint is not None and self.checkpoint.is_checked
+
+    def lines(self, pace: Pace, folder: Path) -> list[str]:
+        """Return the lines that say from where the run in `folder`, of this length, continues."""
         if self.checkpoint is None:
             return []
         path, applied = self.checkpoint.path, self.progress.applied
-        if applied == 0 and not self.checkpoint.is_checked:  # imported weights
+        if applied == 0 and not self.is_from_memory:  # imported weights
             return [f"begins with the weights of {path}", *self.continuation.lines]
-        what = f"memory ({path})" if self.checkpoint.is_checked else path
+        what = f"memory ({path})" if self.is_from_memory else path
         told = [f"goes on from {what} after update {applied}"]
+        if self.is_from_memory:
+            told.append(f"to go back to a checkpoint, before a start: megamix status {folder} --clear, on each machine")
         if applied == pace.steps:
             told.append(f"the run {no_step_left(pace)}; its weights and sample are written again")
         return [*told, *self.continuation.lines]

@@ -109,14 +109,16 @@ class Run:
         self.journal.ledger.enter(START)
         self.journal.ledger.move(engine.compile_s, of=START, to=COMPILE)
 
-    def claim(self, start: Progress, text: str) -> None:
-        """Make the folder this run's, which goes on from `start`. `text`: the configuration."""
+    def claim(self, start: Progress, text: str, *, memory: bool) -> None:
+        """Make the folder this run's, which goes on from `start`. `text`: the configuration. `memory`: whether the
+        state came from the nodes' memory.
+        """
 
         def take() -> None:
             run_folder.claim(self.folder, text)
             cut_logs(self.folder, start)
             (self.folder / run_folder.GAVE_UP).unlink(missing_ok=True)
-            self.journal.tell("loaded")
+            self.journal.tell("loaded", memory=memory)
             refuse_if_stuck(self.journal, self._max_restarts)
 
         self._start = start

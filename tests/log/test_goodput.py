@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from megamix.checkpoint import slots
 from megamix.cli.verbs import main
 from megamix.launch import journal
 from megamix.launch.journal import JOURNAL, sign_line
@@ -147,6 +148,7 @@ def test_hosts_whose_clocks_differ_are_never_down_for_less_than_nothing_and_both
     assert "2 stops, 2 stopped on request" in page
     assert "preempted" not in page
     assert re.findall(r'<td title="ranks">(.*?)</td>', page) == ["1", "2"]  # the last start first
+    assert re.findall(r'<td title="from">(.*?)</td>', page) == ["disk", ""]
 
 
 def test_a_job_s_seconds_are_counted_to_what_it_did(tmp_path, data, monkeypatch):
@@ -286,6 +288,7 @@ def test_the_status_of_runs_is_a_line_each_and_a_folder_without_a_start_hides_no
     begun = tmp_path / "begun"
     begun.mkdir()
     monkeypatch.setattr(time, "time", lambda: story.t + 143)
+    monkeypatch.setattr(slots, "SHARED", tmp_path)  # another test's run may be in /dev/shm
     assert main(["status", str(begun), str(run), str(other.folder)]) == 0
     header, none, first, second = (line.split() for line in capsys.readouterr().out.splitlines())
     assert header == ["run", "state", "step", "loss", "tokens/s", "eta", "goodput", "reason"]

@@ -69,6 +69,8 @@ def test_a_saved_checkpoint_has_the_bytes_that_are_told(run_ranks, tmp_path, dat
 
 def test_each_fact_is_a_line_on_one_rank_and_on_two(tmp_path, data, monkeypatch):
     config = tiny_job(tmp_path, tokens=data)
+    monkeypatch.setattr(job_size, "SHARED", tmp_path)
+    monkeypatch.setattr(job_size, "room_for", lambda folder: GIB)
     with _with_room(2**30):
         one = _words(config)
         monkeypatch.setenv("WORLD_SIZE", "2")
@@ -78,6 +80,8 @@ def test_each_fact_is_a_line_on_one_rank_and_on_two(tmp_path, data, monkeypatch)
     taken, needed = amount(12 * params), amount(16 * params)
     between = "a rank between steps, more within one; "
     assert one.pop("memory").startswith(f"{needed} {between}")
+    assert one.pop("mirror").startswith(f"checkpoint.mirror = 1 would take {amount(4 * 12 * params)} a rank, ")
+    assert two.pop("mirror").endswith(f", {amount(4 * 12 * params)} of the 1.00 GiB free in {tmp_path} here")
     assert two.pop("memory").startswith(f"{amount(10 * params)} {between}")
     assert two == one
     # Documents are of a window's 33 tokens, and windows overlap by one: one in 32 begins with its window.

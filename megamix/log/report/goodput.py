@@ -29,6 +29,7 @@ class OneStart(NamedTuple):
     t: float
     end_t: float
     first: int  # update from which it went on
+    source: str  # from where: memory, disk, or empty for a new run
     last: int  # update that it reached
     kept: int  # update up to which its work was kept
     seconds: dict[str, float]  # by bucket; down is the time since the end of the start before
@@ -100,7 +101,9 @@ def _one_start(rows: list[Row], kept: int | None) -> OneStart:
     """Return a start by its rows. `kept`: the update from which a later start went on; None if there is none."""
     start, end = rows[0], rows[-1]
     ready = {row["kind"]: row["at"] for row in rows if row["kind"] in ("joined", "loaded", "first_step")}
-    first = next((row["step"] for row in rows if row["kind"] == "loaded"), start["step"])
+    loaded = next((row for row in rows if row["kind"] == "loaded"), start)
+    first = loaded["step"]
+    source = "memory" if loaded.get("memory") else "disk" if first else ""
     state = end.get("state", KILLED)  # the end of a start may lie in a line that a disk has lost
     last, runs = end["step"], state == RUNNING
     if kept is None:
@@ -119,7 +122,7 @@ def _one_start(rows: list[Row], kept: int | None) -> OneStart:
         lost_s = trained_s - _trained_at(kept, first, rows)
         seconds[TRAINED] -= lost_s
         seconds[REDONE] += lost_s
-    facts = start.get("host", ""), start["t"], end["t"], first, last, min(kept, last)
+    facts = start.get("host", ""), start["t"], end["t"], first, source, last, min(kept, last)
     return OneStart(start["starts"], *facts, seconds, ready, state, reason, str(start.get("ranks", "")))
 
 

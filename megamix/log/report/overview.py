@@ -1,6 +1,7 @@
 """How runs stand: one line for each, from files that grow while it trains. This module imports no torch."""
 
 import os
+import socket
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 
 from megamix.base.log_file import parsed
 from megamix.base.progress import duration
+from megamix.checkpoint.slots import SHARED, all_kept
 from megamix.launch.run_folder import METRICS
 from megamix.log.metrics import TAGS
 from megamix.log.report.goodput import Goodput, read_goodput
@@ -41,6 +43,15 @@ def overview(folders: Sequence[Path]) -> Iterator[str]:
             f"{goodput.share:.1%}",
             last.reason.partition("\n")[0],
         ).rstrip()
+
+
+def kept_lines() -> Iterator[str]:
+    """Yield a header, and a line for each run of this user that keeps something in this machine's shared memory."""
+    kept = all_kept()
+    if kept:
+        yield f"in {SHARED} of {socket.gethostname()}"
+    for one in sorted(kept, key=lambda one: one.folder):
+        yield f"  {one.folder}: {one.size / 2**20:,.1f} MiB, update {one.update:,}{', lives' * one.lives}"
 
 
 def _goodput(folder: Path) -> Goodput | ValueError | OSError:

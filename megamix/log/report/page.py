@@ -149,7 +149,7 @@ def _stops(goodput: Goodput) -> str:
     shown = goodput.starts[-_SHOWN:]
     if len(shown) < len(goodput.starts):
         told += f". The last {len(shown)} of {len(goodput.starts)} starts:"
-    heads = ["start", "began", "host", "ranks", "down before", "updates", "lost", "redone", "end", "cause"]
+    heads = ["start", "began", "host", "ranks", "down before", "from", "updates", "lost", "redone", "end", "cause"]
     return f"<p>{escape(told)}</p>{_table(heads, [_stop(one) for one in reversed(shown)])}"
 
 
@@ -161,6 +161,7 @@ def _stop(one: OneStart) -> list[str]:
         one.host,
         one.ranks,
         duration(down) if down >= 0.05 else "",
+        one.source,
         f"{one.first:,} to {one.last:,}",
         f"{lost:,}" if lost else "",
         duration(redone) if redone >= 0.05 else "",

@@ -27,7 +27,7 @@ from megamix.tools.plan.activations import Activations, Machine, TracedWork, tra
 from megamix.tools.plan.engine_memory import AVERAGED, FP32, EngineMemory
 from megamix.tools.plan.matrix_memory import MatrixPlan, plan_matrices
 from megamix.tools.plan.pipeline_memory import PipelineRank
-from megamix.train.least_memory import amount
+from megamix.train.least_memory import OWNED, amount, mirrored
 from megamix.train.objects import build_optimizer, build_precision
 
 # Batches that the loader has ready, and the one that it reads (data/loader.py).
@@ -266,11 +266,13 @@ def _phases(part: _RankPart, passes: dict[str, _Pass]) -> dict[str, int]:
 
 def _host(config: Config, part: _RankPart) -> dict[str, int]:
     """Return bytes beside the device's; if the device is a CPU, they are in the same memory."""
-    saves = config.checkpoint.async_save and 0 < config.checkpoint.save_interval < config.training.steps
-    states = sum(part.held[name] for name in ("FP32 masters", AVERAGED, "optimizer states"))
+    section = config.checkpoint
+    saves = section.async_save and 0 < section.save_interval < config.training.steps
+    states = sum(part.held[name] for name in OWNED)
     snapshot = sum(pinned_sizes(states)) if part.work.machine == "gpu" else states
     return {
-        "checkpoint snapshot": snapshot if saves else 0,
+        "checkpoint snapshot": snapshot if saves and not section.mirror else 0,
+        "mirror in shared memory": int(mirrored(part.held, section)) if section.mirror else 0,
         "batches read ahead": LOADED_BATCHES * part.work.batch_bytes,
         "final weights in FP32": part.weights,
     }

@@ -17,7 +17,7 @@ from megamix.tools.plan.advice import advise, by_shard
 from megamix.tools.plan.expert_rows import expert_rows
 from megamix.tools.plan.limits import RESERVED
 from megamix.tools.plan.memory_plan import MemoryPlan, plan_memory
-from megamix.train.least_memory import amount
+from megamix.train.least_memory import amount, mirrored
 
 
 def report_lines(config: Config, dp_size: int, machine: Machine, limit: int | None, as_json: bool) -> Iterator[str]:
@@ -82,6 +82,8 @@ def _table(config: Config, plan: MemoryPlan, limit: int | None) -> Iterator[str]
         yield _row(phase, size) + (" <- peak" if phase == plan.peak_phase else "")
     beside = "beside it in the same memory" if plan.machine == "cpu" else "on the host"
     yield from _rows(beside, plan.host, sum(plan.host.values()))
+    if not config.checkpoint.mirror:
+        yield _row("checkpoint.mirror = 1 would take", int(mirrored(plan.held, config.checkpoint)))
 
 
 def _expert_rows(config: Config, plan: MemoryPlan, limit: int | None) -> Iterator[str]:
