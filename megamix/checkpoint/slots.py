@@ -51,7 +51,7 @@ class SlotRecord(Record):
 
 def home_of(folder: Path) -> Path:
     """Return the folder in shared memory of the run in `folder`."""
-    return SHARED / f"megamix-{os.getuid()}-{hashlib.sha256(os.fsencode(folder.absolute())).hexdigest()[:16]}"
+    return SHARED / f"megamix-{os.getuid()}-{hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:16]}"
 
 
 def write_private(path: Path, text: str) -> None:
@@ -99,10 +99,11 @@ class Kept(NamedTuple):
 
 def all_kept() -> list[Kept]:
     """Return what this user's runs keep in this node's shared memory."""
-    return [kept for home in SHARED.glob(f"megamix-{os.getuid()}-*") if (kept := _kept(home)) is not None]
+    return [kept for home in SHARED.glob(f"megamix-{os.getuid()}-*") if (kept := kept_in(home)) is not None]
 
 
-def _kept(home: Path) -> Kept | None:
+def kept_in(home: Path) -> Kept | None:
+    """Return what a run keeps in its folder in shared memory; None if that is not there."""
     with suppress(OSError):
         descriptor = os.open(home / _RUN, os.O_RDWR)
         try:

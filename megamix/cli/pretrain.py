@@ -33,7 +33,7 @@ from megamix.config import Config, ConfigError
 from megamix.launch.agent import Agent, Machines
 from megamix.launch.exit_status import EXIT_STATUS, NO_MEMORY, NoAnswerError
 from megamix.launch.ledger import age_s, boot_s
-from megamix.launch.run_folder import describe_failure
+from megamix.launch.run_folder import describe_failure, in_memory
 from megamix.launch.torchrun import tell_plan
 from megamix.launch.warm import WarmProcess, ranks_of
 from megamix.train.compiler import try_compiler
@@ -71,7 +71,8 @@ def _pretrain(job: list[str], arguments: argparse.Namespace) -> int:
     if status == PREEMPTED:
         say(f"megamix: interrupted; to go on, repeat the command: {_command_line(job)}", sys.stderr)
     elif status == EXIT_STATUS["failed"]:
-        say(f"megamix: failed; {describe_failure(config.checkpoint)}: {_command_line(job)}", sys.stderr)
+        told = in_memory(config.checkpoint) + describe_failure(config.checkpoint)
+        say(f"megamix: failed; {told}: {_command_line(job)}", sys.stderr)
     return status
 
 

@@ -52,13 +52,13 @@ def status_arguments(parser: Parser) -> None:
 @lines_told
 def run_status(arguments: argparse.Namespace) -> Iterator[str]:
     from megamix.launch.leftovers import clear
-    from megamix.log.report.overview import kept_lines, overview
+    from megamix.log.report.overview import overview
 
     if arguments.clear:
         yield from map(clear, arguments.runs)
         return
     while True:
-        lines = [*overview(arguments.runs), *kept_lines()]
+        lines = [*overview(arguments.runs)]
         yield from [f"\x1b[H\x1b[J{lines[0]}", *lines[1:]] if arguments.watch and sys.stdout.isatty() else lines
         if not arguments.watch:
             return

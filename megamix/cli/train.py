@@ -114,6 +114,7 @@ def outlook_of(arguments: argparse.Namespace, config: Config, tell: Callable[[st
 
     `tell` gets a line for each setting that is allowed but probably a mistake. Raises: ConfigError.
     """
+    from megamix.launch.run_folder import in_memory
     from megamix.train.check import check
     from megamix.train.job_size import JobSize
     from megamix.train.judge import describe_start
@@ -126,7 +127,7 @@ def outlook_of(arguments: argparse.Namespace, config: Config, tell: Callable[[st
         for problem in filter(None, problems):
             tell(f"note: {problem}")  # the job may run on another machine than the check
     start, before = describe_start(config)
-    told = f"{told}; {start}"
+    told = f"{told}; {in_memory(config.checkpoint)}{start}"
     if arguments.check:
         more = [_of_transformers(config.model)] if config.model.family == "transformers" else []
         told = "\n  ".join([told, *size.lines(before), *more])

@@ -3,8 +3,8 @@
 import shutil
 from pathlib import Path
 
-from megamix.checkpoint.folder import CHECKPOINTS, applied_updates, checkpoints
-from megamix.checkpoint.slots import SHARED, Kept, all_kept, home_of, remove_home
+from megamix.checkpoint.slots import SHARED, Kept, all_kept, home_of, kept_in, remove_home
+from megamix.launch.run_folder import newest_update
 from megamix.launch.run_status import read_status
 
 
@@ -22,26 +22,24 @@ def room_for(folder: Path) -> int:
     if not SHARED.is_dir():
         return 0
     own = home_of(folder)
-    freed = [kept.size for kept in all_kept() if kept.home == own or _is_stale(kept)]
-    return shutil.disk_usage(SHARED).free + sum(freed)
+    return shutil.disk_usage(SHARED).free + sum(it.size for it in all_kept() if it.home == own or _is_stale(it))
 
 
 def clear(folder: Path) -> str:
     """Remove what the run in `folder` keeps in this node's shared memory. Return a line that says so. Raises:
     ValueError if the run lives.
     """
-    for kept in all_kept():
-        if kept.folder.resolve() == folder.resolve():
-            if kept.lives:
-                raise ValueError(f"RUN: {folder} lives, and writes to {kept.home}; end it, then write --clear")
-            remove_home(kept.home)
-            return f"{folder}: removed {kept.size / 2**20:,.1f} MiB, the state after update {kept.update:,}"
-    return f"{folder}: keeps nothing in {SHARED} of this machine"
+    kept = kept_in(home_of(folder))
+    if kept is None:
+        return f"{folder}: keeps nothing in {SHARED} of this machine"
+    if kept.lives:
+        raise ValueError(f"RUN: {folder} lives, and writes to {kept.home}; end it, then write --clear")
+    remove_home(kept.home)
+    return f"{folder}: removed {kept.size / 2**20:,.1f} MiB, the state after update {kept.update:,}"
 
 
 def _is_stale(kept: Kept) -> bool:
     if kept.lives:
         return False
-    saved = max(map(applied_updates, checkpoints(kept.folder / CHECKPOINTS)), default=-1)
     is_done = read_status(kept.folder).state in ("finished", "gave_up")
-    return not kept.folder.is_dir() or is_done or saved >= kept.update
+    return not kept.folder.is_dir() or is_done or newest_update(kept.folder) >= kept.update

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from megamix.base.durable import remove_asides, write_text
 from megamix.checkpoint.folder import CHECKPOINTS, applied_updates, checkpoints
+from megamix.checkpoint.slots import home_of, kept_in
 from megamix.config import config_of_run
 from megamix.config.sections import CheckpointConfig
 from megamix.launch.journal import JOURNAL
@@ -38,14 +39,28 @@ def describe_failure(section: CheckpointConfig) -> str:
     """Return in words what a failed start has saved and lost, and what the same command does now."""
     if not (own := checkpoints(Path(section.folder, CHECKPOINTS))):
         return f"{nothing_saved(section)}; the same command starts anew"
-    saved = applied_updates(own[0])
-    lost = max(0, read_status(Path(section.folder)).update - saved)
+    lost = max(0, read_status(Path(section.folder)).update - applied_updates(own[0]))
     return f"{own[0]} is saved, {lost} later updates are lost; the same command goes on with the run"
 
 
 def nothing_saved(section: CheckpointConfig) -> str:
     lost = read_status(Path(section.folder)).update
     return f"nothing was saved yet (checkpoint.save_interval is {section.save_interval}): {lost} updates are lost"
+
+
+def newest_update(folder: Path) -> int:
+    """Return the update of the newest checkpoint of the run in `folder`; -1 without one."""
+    return max(map(applied_updates, checkpoints(folder / CHECKPOINTS)), default=-1)
+
+
+def in_memory(section: CheckpointConfig) -> str:
+    """Return the beginning of words on the next start: of the state in this node's memory, if it is newer than the
+    disk's; else nothing.
+    """
+    kept = kept_in(home_of(Path(section.folder)))
+    if kept is None or kept.update <= newest_update(kept.folder):
+        return ""
+    return f"memory has the state after update {kept.update}, which a start takes if it is whole; else "
 
 
 def copy_problems(section: CheckpointConfig) -> Iterator[str]:

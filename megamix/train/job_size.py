@@ -39,10 +39,9 @@ class JobSize:
         count = f"{params / 1e9:.3g} B" if params >= 1e9 else f"{params / 1e6:.3g} M"
         facts = [("parameters", count), *self._tokens(before), ("memory", memory), ("checkpoint", self._disk()[0])]
         if SHARED.is_dir():
-            share, need, room = self._mirrored()
             takes = "takes" if self._section.mirror else "checkpoint.mirror = 1 would take"
-            told = f"{takes} {amount(share)} a rank, {amount(need)} of the {amount(room)} free in {SHARED} here"
-            facts.append(("mirror", told))
+            share, need, room = map(amount, self._mirrored())
+            facts.append(("mirror", f"{takes} {share} a rank, {need} of the {room} free in {SHARED} here"))
         return [f"{name:<13} {fact}" for name, fact in facts]
 
     def disk_problem(self) -> str | None:
@@ -90,9 +89,8 @@ class JobSize:
         """Return the most bytes that checkpoint.mirror takes of shared memory for a rank and for all ranks here, and
         those that it can have.
         """
-        share = mirrored(self._held, self._section)
-        if self._ranks > self._ranks_here and self._replicas == 1:
-            share *= 2
+        nodes = 2 if self._ranks > self._ranks_here and self._replicas == 1 else 1  # the next one has a copy, too
+        share = nodes * mirrored(self._held, self._section)
         return share, share * self._ranks_here, room_for(Path(self._section.folder))
 
     def _memory_here(self) -> tuple[float, str]:

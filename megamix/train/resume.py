@@ -41,9 +41,8 @@ class Start:
         if applied == 0 and not self.is_from_memory:  # imported weights
             return [f"begins with the weights of {path}", *self.continuation.lines]
         what = f"memory ({path})" if self.is_from_memory else path
-        told = [f"goes on from {what} after update {applied}"]
-        if self.is_from_memory:
-            told.append(f"to go back to a checkpoint, before a start: megamix status {folder} --clear, on each machine")
+        back = f"to go back to a checkpoint, before a start: megamix status {folder} --clear, on each machine"
+        told = [f"goes on from {what} after update {applied}", *[back] * self.is_from_memory]
         if applied == pace.steps:
             told.append(f"the run {no_step_left(pace)}; its weights and sample are written again")
         return [*told, *self.continuation.lines]

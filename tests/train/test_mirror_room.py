@@ -12,6 +12,7 @@ from megamix.checkpoint.slots import Kept, all_kept, held_home, home_of
 from megamix.cli.verbs import main
 from megamix.launch import leftovers
 from megamix.launch.leftovers import room_for
+from megamix.launch.run_folder import in_memory
 from megamix.log.report import overview
 from megamix.log.report.goodput import read_goodput
 from megamix.tools.plan.memory_plan import held_memory
@@ -49,6 +50,10 @@ def test_status_lists_a_killed_run_which_takes_what_was_told_and_a_clear_sends_i
         run_recorded(config, crash_at=crash_at)
     assert 0.98 < JobSize(config)._mirrored()[1] / max(sizes) <= 1.0
     assert f"megamix status {run} --clear, on each machine\n" in capsys.readouterr().out
+    told = "memory has the state after update 9, which a start takes if it is whole; else "
+    assert in_memory(config.checkpoint) == told
+    assert main(["train", str(tmp_path / "run/config.toml"), "--check"]) == 0
+    assert f"; {told}would go on from step 5" in capsys.readouterr().out
     size = f"{all_kept()[0].size / 2**20:,.1f} MiB"
     with held_home(other):
         assert main(["status", str(run)]) == 0
@@ -63,6 +68,7 @@ def test_status_lists_a_killed_run_which_takes_what_was_told_and_a_clear_sends_i
             assert capsys.readouterr().out == f"{other}/../run: {said}\n"
         assert [kept.folder for kept in all_kept()] == [other]
     run_recorded(config)
+    assert in_memory(config.checkpoint) == ""
     assert [one.source for one in read_goodput(run).starts] == ["", "memory", "disk"]
 
 

@@ -61,7 +61,7 @@ def _save(folder, run, update, **overrides):
     return path
 
 
-SIZES = ("  parameters ", "  tokens ", "     ", "  memory ", "  checkpoint ")  # begin the lines on a job's size
+SIZES = tuple(f"  {name} " for name in ("parameters", "tokens", "   ", "memory", "checkpoint", "mirror"))  # of a job
 
 
 def test_a_check_says_what_the_job_would_do(job, monkeypatch, capsys):

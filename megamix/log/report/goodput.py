@@ -101,9 +101,8 @@ def _one_start(rows: list[Row], kept: int | None) -> OneStart:
     """Return a start by its rows. `kept`: the update from which a later start went on; None if there is none."""
     start, end = rows[0], rows[-1]
     ready = {row["kind"]: row["at"] for row in rows if row["kind"] in ("joined", "loaded", "first_step")}
-    loaded = next((row for row in rows if row["kind"] == "loaded"), start)
-    first = loaded["step"]
-    source = "memory" if loaded.get("memory") else "disk" if first else ""
+    first = next((row["step"] for row in rows if row["kind"] == "loaded"), start["step"])
+    source = "memory" if any(row.get("memory") for row in rows) else "disk" if first else ""
     state = end.get("state", KILLED)  # the end of a start may lie in a line that a disk has lost
     last, runs = end["step"], state == RUNNING
     if kept is None:

@@ -19,7 +19,9 @@ _FORM = "{:<24} {:<10} {:>19} {:>8} {:>10} {:>10} {:>8}  {}"
 
 
 def overview(folders: Sequence[Path]) -> Iterator[str]:
-    """Yield a header, and a line for each folder. Raises: ValueError or OSError if none of them is a run."""
+    """Yield a header, and a line for each folder; then what this user's runs keep in this machine's shared memory.
+    Raises: ValueError or OSError if none of the folders is a run.
+    """
     found = {folder: _goodput(folder) for folder in folders}
     refused = [one for one in found.values() if isinstance(one, ValueError | OSError)]
     if len(refused) == len(found):
@@ -44,11 +46,7 @@ def overview(folders: Sequence[Path]) -> Iterator[str]:
             last.reason.partition("\n")[0],
         ).rstrip()
 
-
-def kept_lines() -> Iterator[str]:
-    """Yield a header, and a line for each run of this user that keeps something in this machine's shared memory."""
-    kept = all_kept()
-    if kept:
+    if kept := all_kept():
         yield f"in {SHARED} of {socket.gethostname()}"
     for one in sorted(kept, key=lambda one: one.folder):
         yield f"  {one.folder}: {one.size / 2**20:,.1f} MiB, update {one.update:,}{', lives' * one.lives}"

@@ -266,13 +266,12 @@ def _phases(part: _RankPart, passes: dict[str, _Pass]) -> dict[str, int]:
 
 def _host(config: Config, part: _RankPart) -> dict[str, int]:
     """Return bytes beside the device's; if the device is a CPU, they are in the same memory."""
-    section = config.checkpoint
-    saves = section.async_save and 0 < section.save_interval < config.training.steps
+    saves = config.checkpoint.async_save and 0 < config.checkpoint.save_interval < config.training.steps
     states = sum(part.held[name] for name in OWNED)
     snapshot = sum(pinned_sizes(states)) if part.work.machine == "gpu" else states
     return {
-        "checkpoint snapshot": snapshot if saves and not section.mirror else 0,
-        "mirror in shared memory": int(mirrored(part.held, section)) if section.mirror else 0,
+        "checkpoint snapshot": snapshot if saves and not config.checkpoint.mirror else 0,
+        "mirror in shared memory": int(mirrored(part.held, config.checkpoint)) if config.checkpoint.mirror else 0,
         "batches read ahead": LOADED_BATCHES * part.work.batch_bytes,
         "final weights in FP32": part.weights,
     }
