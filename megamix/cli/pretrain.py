@@ -21,20 +21,20 @@ if __name__ == "__main__":
 import argparse
 import os
 import shlex
+import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 from megamix.base.console import end_process, say, say_phase
-from megamix.base.machine import many_imports
+from megamix.base.machine import has_gpu, many_imports, memory_for_each
 from megamix.cli import train, verbs
 from megamix.config import Config, ConfigError
 from megamix.launch.agent import Agent, Machines
-from megamix.launch.exit_status import EXIT_STATUS, NO_MEMORY, NoAnswerError
+from megamix.launch.exit_status import EXIT_STATUS, NO_MEMORY
 from megamix.launch.ledger import age_s, boot_s
 from megamix.launch.run_folder import describe_failure, in_memory
-from megamix.launch.torchrun import tell_plan
 from megamix.launch.warm import WarmProcess, ranks_of
 from megamix.train.compiler import try_compiler
 from megamix.train.own_code import source
@@ -67,7 +67,7 @@ def _pretrain(job: list[str], arguments: argparse.Namespace) -> int:
         say_phase(f"no problems; starting {ranks} rank{'s' * (ranks > 1)}")
         status = start_ranks(config, notes, machines, job, request, began_s)
     if status == NO_MEMORY:
-        tell_plan(job, ranks, world_size)
+        _tell_plan(job, ranks, world_size)
     if status == PREEMPTED:
         say(f"megamix: interrupted; to go on, repeat the command: {_command_line(job)}", sys.stderr)
     elif status == EXIT_STATUS["failed"]:
@@ -99,11 +99,14 @@ def start_ranks(
     if machines.number == 1:
         keep_to_loopback(os.environ)
     warm = WarmProcess(partial(verbs.main, ["train", *job], partial(train.run_warm, config, notes)))
-    try:
-        return Agent(warm, machines, request, began_s).run(Path(config.checkpoint.folder))
-    except NoAnswerError as error:
-        say(f"megamix: {error}", sys.stderr)
-        return error.exit_status
+    return Agent(warm, machines, request, began_s).run(Path(config.checkpoint.folder))
+
+
+def _tell_plan(job: list[str], ranks: int, world_size: int) -> None:
+    """Print what each rank needed and what to change: run `megamix plan` with the memory that a rank has here."""
+    of_cpu = ["--device=cpu", f"--memory={int(memory_for_each(ranks)[0]) >> 20}MiB"]
+    plan = ["megamix", "plan", *job, f"--world={world_size}", *([] if has_gpu() else of_cpu)]
+    subprocess.run([sys.executable, "-m", *plan], stdout=sys.stderr, check=False)
 
 
 def _command_line(job: list[str]) -> str:

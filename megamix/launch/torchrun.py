@@ -10,12 +10,11 @@ of one machine meet in a store through which nobody else can run code in them.
 
 import logging
 import signal
-import subprocess
 import sys
 from typing import NamedTuple
 
 from megamix.base.console import drop_unwritten, open_streams, say
-from megamix.base.machine import has_gpu, kernel_kills, memory_for_each
+from megamix.base.machine import kernel_kills
 from megamix.base.processes import children_of
 from megamix.base.signals import NOTED, PREEMPTED, LeaveRequest, signals_passed_on
 from megamix.config import ConfigError
@@ -36,11 +35,10 @@ def launch(arguments: list[str]) -> int:
     cannot meet, 1 if machine 0 does not listen in time.
     """
     with signals_passed_on(children_of) as request:
-        return start_ranks(arguments, request)
+        return _run(arguments, request)
 
 
-def start_ranks(arguments: list[str], request: LeaveRequest) -> int:
-    """Start the ranks as `launch` does. The caller is within `signals_passed_on`, which gives `request`."""
+def _run(arguments: list[str], request: LeaveRequest) -> int:
     kills = kernel_kills()
     # These imports take seconds, so they come after the signal handlers are installed.
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -52,19 +50,13 @@ def start_ranks(arguments: list[str], request: LeaveRequest) -> int:
     )
     try:
         torchrun([f"--signals-to-handle={_LEFT_TO_TORCHRUN}", *arguments])
-    except ConfigError as error:
-        say(f"megamix: {error.problems[0]}", sys.stderr)
-        return error.exit_status
-    except NoAnswerError as error:
-        say(f"megamix: {error}", sys.stderr)
+    except (ConfigError, NoAnswerError) as error:
+        say(f"megamix: {error.problems[0] if isinstance(error, ConfigError) else error}", sys.stderr)
         return error.exit_status
     except ChildFailedError as error:
         rank, first = error.get_first_failure()
         was_killed = -signal.SIGKILL in (one.exitcode for one in error.failures.values())
-        status = status_of(Ended(rank, first.pid, first.exitcode), was_killed, kills, request)
-        if status == NO_MEMORY:
-            _tell_plan(arguments)
-        return status
+        return status_of(Ended(rank, first.pid, first.exitcode), was_killed, kills, request)
     return 0
 
 
@@ -89,22 +81,6 @@ def status_of(first: Ended, was_killed: bool, kills: int, request: LeaveRequest)
         say(f"megamix: rank {first.rank} (pid {first.pid}) was killed by {signal.Signals(-status).name}", sys.stderr)
     # A rank that a signal to leave has killed directly was still starting, so nothing is lost.
     return PREEMPTED if -status in NOTED or request.left_s() <= 0 else max(status, 1)
-
-
-def _tell_plan(arguments: list[str]) -> None:
-    from torch.distributed.run import determine_local_world_size, get_args_parser, parse_min_max_nnodes
-
-    args = get_args_parser().parse_args(arguments)
-    if [args.training_script, *args.training_script_args[:1]] == ["megamix", "train"]:
-        ranks = determine_local_world_size(args.nproc_per_node)
-        tell_plan(args.training_script_args[1:], ranks, ranks * parse_min_max_nnodes(args.nnodes)[1])
-
-
-def tell_plan(job: list[str], ranks: int, world_size: int) -> None:
-    """Print what each rank needed and what to change: run `megamix plan` with the memory that a rank has here."""
-    of_cpu = ["--device=cpu", f"--memory={int(memory_for_each(ranks)[0]) >> 20}MiB"]
-    plan = ["megamix", "plan", *job, f"--world={world_size}", *([] if has_gpu() else of_cpu)]
-    subprocess.run([sys.executable, "-m", *plan], stdout=sys.stderr, check=False)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from megamix.base.processes import children_of
 from megamix.base.signals import NOTED, SHUTDOWN_VARIABLE
+from megamix.cli import pretrain
 from megamix.launch import rendezvous
 from megamix.launch.torchrun import launch
 from megamix.tools.ranks import DEADLINE_S
@@ -55,18 +56,28 @@ def test_the_first_failure_decides_the_status_and_a_killed_rank_is_named(fail_wi
 
 
 @pytest.mark.parametrize(("exit_code", "killed"), [(4, False), (-9, True), (1, False)])
-def test_a_rank_out_of_memory_or_killed_for_it_ends_with_the_plan(fail_with, monkeypatch, capsys, exit_code, killed):
+def test_a_rank_out_of_memory_or_killed_for_it_has_a_status_of_its_own(
+    fail_with, monkeypatch, capsys, exit_code, killed
+):
     fail_with(1, exit_code)  # the survivor ends by the verdict
-    counts, plans = iter([7, 8 if killed else 7]), []
+    counts = iter([7, 8 if killed else 7])
     monkeypatch.setattr("megamix.launch.torchrun.kernel_kills", lambda: next(counts))
-    monkeypatch.setattr("megamix.launch.torchrun.memory_for_each", lambda ranks: (2.0**31 / ranks, "ulimit"))
-    monkeypatch.setattr(subprocess, "run", lambda command, **settings: plans.append(command))
-    job = ["job.toml", "training.steps=3"]
-    many = ["--nnodes=3", "--node-rank=1", "--nproc-per-node=2", "--master-addr=node0"]
-    assert launch([*many, "-m", "megamix", "train", *job]) == (1 if exit_code == 1 else 4)
+    assert launch(["--standalone", "job"]) == (1 if exit_code == 1 else 4)
     assert ("the kernel has killed a rank" in capsys.readouterr().err) == killed
-    plan = [sys.executable, "-m", "megamix", "plan", *job, "--world=6", "--device=cpu", "--memory=1024MiB"]
-    assert plans == ([] if exit_code == 1 else [plan])
+
+
+def test_a_job_out_of_memory_ends_with_the_plan(monkeypatch, tmp_path):
+    plans = []
+    monkeypatch.setattr(pretrain, "memory_for_each", lambda ranks: (2.0**31 / ranks, "ulimit"))
+    monkeypatch.setattr(pretrain, "start_ranks", lambda *job: 4)
+    monkeypatch.setattr(pretrain.train, "outlook_of", lambda *job: "")
+    monkeypatch.setattr(subprocess, "run", lambda command, **settings: plans.append(command))
+    nodes = {"NPROC_PER_NODE": "2", "NNODES": "3", "NODE_RANK": "1", "MASTER_ADDR": "node0"}
+    for name, value in nodes.items():
+        monkeypatch.setenv(name, value)
+    job = ["configs/base.toml", f"checkpoint.folder={tmp_path}"]
+    assert pretrain.main(job) == 4
+    assert plans == [[sys.executable, "-m", "megamix", "plan", *job, "--world=6", "--device=cpu", "--memory=1024MiB"]]
 
 
 @pytest.mark.parametrize("exit_code", [75, -9])
