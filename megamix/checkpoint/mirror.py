@@ -23,7 +23,7 @@ from megamix.checkpoint.tensor_file import key_of, safetensors_header
 from megamix.comm.host import HostMessages
 from megamix.mixed_precision.engine import ShardedEngine
 
-_CHUNK = 1 << 20  # bytes that are copied and, while they are in the cache, summed
+_CHUNK = 1 << 20  # bytes that are summed at once
 
 
 def sum_words(data: Tensor) -> int:
@@ -113,9 +113,6 @@ class Mirror:
         total = self._copy(self._slots[number])
         self._newest, self._at = number, run.progress["attempts"]
         end = partial(self._end, self._record.model_copy(update=changes), total)
-        if self._stream is None and self._messages is None:
-            end()
-            return
         self._thread = threading.Thread(target=self._noting, args=(end,), name="mirror", daemon=True)
         self._thread.start()
 
@@ -150,9 +147,7 @@ class Mirror:
     def _share(self) -> list[Part]:
         """Return all that this rank has, so that a rank in its place needs no other file."""
         buffers = [replace(part, tensor=part.tensor.contiguous()) for part in buffer_parts(self._engine)]
-        # As in a checkpoint the widest come first. Neighbours in memory stay neighbours, and are copied at once.
-        owned = sorted(self._owned, key=lambda part: (-part.tensor.itemsize, part.tensor.data_ptr()))
-        return sorted([*owned, *buffers], key=lambda part: -part.tensor.itemsize)
+        return sorted([*self._owned, *buffers], key=lambda part: -part.tensor.itemsize)  # as in a checkpoint
 
     def _name(self, rank: int, slot: int) -> str:
         return self._record.model_copy(update={"rank": rank, "slot": slot}).name
@@ -167,20 +162,17 @@ class Mirror:
     def _copy(self, slot: SharedSlot) -> int:
         """Copy the share into a slot. Return the sum of the slot's words; on a GPU the copy is only begun."""
         self._parts = self._share()
-        done = len(self._header)
-        total = sum_words(slot.bytes[:done])
-        summed = done
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._engine.device))
+        total = summed = 0
+        end = len(self._header)
         with torch.cuda.stream(self._stream):
-            for run in _runs(self._parts):
-                for chunk in torch.split(run, _CHUNK if self._stream is None else run.numel()):
-                    slot.bytes[done : done + chunk.numel()].copy_(chunk, non_blocking=True)
-                    done += chunk.numel()
-                    if self._stream is None:
-                        whole = done // 8 * 8
-                        total += sum_words(slot.bytes[summed:whole])
-                        summed = whole
+            for part, copied in zip(self._parts, self._views(slot), strict=True):
+                copied.tensor.copy_(part.tensor.view(-1), non_blocking=True)
+                end += part.tensor.nbytes
+                if self._stream is None:  # it is still in the cache
+                    total += sum_words(slot.bytes[summed : end // 8 * 8])
+                    summed = end // 8 * 8
         return (total + sum_words(slot.bytes[summed:])) % 2**64 if self._stream is None else 0
 
     def _noting(self, work: Callable[[], None]) -> None:
@@ -214,22 +206,3 @@ class Mirror:
             messages.receive(giver, slot.bytes)
             slot.close(told)
         messages.wait(sent)
-
-
-def _runs(parts: Sequence[Part]) -> list[Tensor]:
-    """Return the bytes of the parts in order; those that follow each other in memory as one tensor."""
-    runs = list[Tensor]()
-    for part in parts:
-        flat = part.tensor.view(-1).view(torch.uint8)
-        last = runs[-1] if runs else None
-        storage = flat.untyped_storage()
-        if (
-            last is not None
-            and last.untyped_storage().data_ptr() == storage.data_ptr()
-            and last.data_ptr() + last.numel() == flat.data_ptr()
-        ):
-            size = last.numel() + flat.numel()
-            runs[-1] = last.new_empty(0).set_(storage, last.storage_offset(), (size,))  # type: ignore[call-overload]
-        else:
-            runs.append(flat)
-    return runs
