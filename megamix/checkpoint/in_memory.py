@@ -5,7 +5,7 @@ rank whose share lies on another node fetches it.
 """
 
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -35,13 +35,15 @@ def node_of_process() -> str:
 class InMemory:
     """Looks into the memory of all nodes. Every rank must make every call.
 
-    `began`: as in SlotRecord. `why`: why a newer state than the one found is not whole; empty if there is none.
+    `began`: as in SlotRecord. `loads`: each start's number, and the update from which it went on; what an earlier one
+    has kept of later updates, on a node that was away, is no state of this run. `why`: why a newer state than the one
+    found is not whole; empty if there is none.
     """
 
     why = ""
 
-    def __init__(self, home: Path, began: float, world: Axis, all_or_none: AllOrNone):
-        self._home, self._began, self._world, self._all_or_none = home, began, world, all_or_none
+    def __init__(self, home: Path, began: float, loads: Sequence[tuple[int, int]], world: Axis, all_or_none: AllOrNone):
+        self._home, self._began, self._loads, self._world, self._all_or_none = home, began, loads, world, all_or_none
         self._nodes: list[str] = all_or_none.every(node_of_process)
         self._here = [rank for rank, node in enumerate(self._nodes) if node == self._nodes[world.rank]]
 
@@ -79,7 +81,10 @@ class InMemory:
         return None
 
     def _own(self) -> list[SlotRecord]:
-        return [record for record in records_in(self._home) if record.began == self._began]
+        return [it for it in records_in(self._home) if it.began == self._began and not self._is_dead(it)]
+
+    def _is_dead(self, record: SlotRecord) -> bool:
+        return any(start > record.start and update < record.manifest.applied_updates for start, update in self._loads)
 
     def _of(self, version: Version) -> list[SlotRecord]:
         return [record for record in self._own() if record.version == version]

@@ -183,6 +183,11 @@ def began_s(folder: Path) -> float | None:
     return float(rows[0]["t"]) if rows else None
 
 
+def loads(folder: Path) -> list[tuple[int, int]]:
+    """Return each start's number, and the update from which it went on. Raises: OSError."""
+    return [(row["starts"], row["step"]) for row in read_rows(folder) if row["kind"] == "loaded"]
+
+
 def _rows_in(journal: bytes) -> list[Row]:
     sign, *events = (row if row.keys() >= {*_KEYS} else {} for row in map(parsed, journal.split(b"\n")))
     rows = list[Row]()

@@ -14,7 +14,7 @@ from megamix.checkpoint.slots import home_of
 from megamix.checkpoint.verify import Checkpoint
 from megamix.comm.topology import Axis
 from megamix.config import ConfigError, Pace
-from megamix.launch.journal import began_s
+from megamix.launch.journal import began_s, loads
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.train.resume_rules import no_step_left, none_is_whole, path_is_damaged
 from megamix.train.run_record import Progress, check_run
@@ -75,10 +75,11 @@ class Resume:
     def _in_memory(self, world: Axis, all_or_none: AllOrNone) -> Checkpoint | None:
         """Return what the nodes' memory has of this run, unless it is older than the newest checkpoint."""
         folder = self._folder.parent
-        began, saved = all_or_none.first(lambda: (began_s(folder), [*map(applied_updates, checkpoints(self._folder))]))
+        began, went_on = all_or_none.first(lambda: (began_s(folder), loads(folder)))
         if began is None:
             return None
-        memory = InMemory(home_of(folder), began, world, all_or_none)
+        saved = all_or_none.first(lambda: [*map(applied_updates, checkpoints(self._folder))])
+        memory = InMemory(home_of(folder), began, went_on, world, all_or_none)
         found = memory.newest(self._is_alike)
         if found is not None and found.manifest.applied_updates < max(saved, default=0):
             return None
