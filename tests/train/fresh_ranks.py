@@ -2,6 +2,7 @@
 
 import os
 import time
+from multiprocessing.connection import wait
 from pathlib import Path
 from unittest import mock
 
@@ -17,10 +18,11 @@ from megamix.train.batch_plan import BatchPlan
 from tests.conftest import FULL
 
 
-def _rank_main(rank, size, folder, port, at_attempt):
+def _rank_main(rank, size, folder, port, at_attempt, environment):
     # torchrun's agent sets these to say where the ranks meet.
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
+    os.environ |= environment
     stay_deaf()  # until the job takes signals: the server that it was forked from may block this one
     torch.set_num_threads(1)
     with (Path(folder) / f"rank{rank}.txt").open("w") as log:  # by descriptor: output of a rank and the way it dies
@@ -48,16 +50,20 @@ class FreshRanks:
     """Ranks of a job in processes of their own.
 
     `at_attempt(rank, number)` is called on every rank before each attempt; it is a top-level function or a partial.
+    `environment`: variables that the ranks get beside their own.
     """
 
-    def __init__(self, config, size, at_attempt=None):
+    def __init__(self, config, size, at_attempt=None, environment=None):
         self.folder = Path(config.checkpoint.folder).parent
         (self.folder / "job.toml").write_text(config.text)
         # The store is in this process, as torchrun has it. A store in a file stays locked if a rank is stopped while it
         # reads.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.processes = [
-            forkserver().Process(target=_rank_main, args=(rank, size, str(self.folder), self._store.port, at_attempt))
+            forkserver().Process(
+                target=_rank_main,
+                args=(rank, size, str(self.folder), self._store.port, at_attempt, environment or {}),
+            )
             for rank in range(size)
         ]
         for process in self.processes:
@@ -79,6 +85,16 @@ class FreshRanks:
         said = "\n".join(self.said(rank) for rank in range(len(self.processes)))
         assert alive == [], f"still alive: {alive}\n{said}"
         return [process.exitcode for process in self.processes]
+
+    def end_with_the_first(self, deadline_s):
+        """Wait until all ranks have ended, or one has died: then kill the others, as a launcher does."""
+        end_s = time.monotonic() + deadline_s
+        while any(process.is_alive() for process in self.processes):
+            wait([process.sentinel for process in self.processes if process.is_alive()], end_s - time.monotonic())
+            if time.monotonic() > end_s or any(process.exitcode for process in self.processes):
+                for process in self.processes:
+                    process.kill()
+        return self.join(deadline_s)
 
     def said(self, rank):
         return (self.folder / f"rank{rank}.txt").read_text()
