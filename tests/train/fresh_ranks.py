@@ -89,8 +89,8 @@ class FreshRanks:
     def end_with_the_first(self, deadline_s):
         """Wait until all ranks have ended, or one has died: then kill the others, as a launcher does."""
         end_s = time.monotonic() + deadline_s
-        while any(process.is_alive() for process in self.processes):
-            wait([process.sentinel for process in self.processes if process.is_alive()], end_s - time.monotonic())
+        while alive := [process.sentinel for process in self.processes if process.is_alive()]:
+            wait(alive, end_s - time.monotonic())
             if time.monotonic() > end_s or any(process.exitcode for process in self.processes):
                 for process in self.processes:
                     process.kill()
