@@ -31,7 +31,7 @@ from megamix.train.checkpointing import RunCheckpoints
 from tests.builders import EXPERTS, tiny_job
 from tests.conftest import FULL
 from tests.train.fresh_ranks import FreshRanks
-from tests.train.kill_points import POINTS, RARE, SENDS
+from tests.train.kill_points import AT_A_START, POINTS, RARE, SENDS
 from tests.train.outcome import differences, end_of
 from tests.train.recorded import run_recorded
 
@@ -58,11 +58,11 @@ def _config(folder, layout, **settings):
     ranks, own = ALL[layout]
     markov = [{"markov": 4}]
     base = {
-        "dropout": 0.1,
         "steps": STEPS,
+        "global_batch_size": PER_RANK * ranks,
+        "dropout": 0.1,
         "eval_interval": 4,
         "log_interval": 1,
-        "global_batch_size": PER_RANK * ranks,
     }
     base |= {"train": markov, "valid": markov, "bucket_size": 8192, "plugins": ["tests.train.kill_points"]}
     base |= {"mirror": 1, "save_interval": 3, "max_restarts": 1000, "replica_check_interval": 0}
@@ -136,11 +136,11 @@ def _cover():
 
 
 def _chain(layout):
-    """Return a run with six kills: two are in a recovery, while it loads and right after its first mirror."""
+    """Return a run with six kills: two are in a recovery, as it loads and right after its first mirror."""
     rng, ranks = random.Random(layout), ALL[layout][0]
     points = rng.sample([point for point in POINTS if point not in RARE], 4)
     kills = [f"{rng.randrange(ranks)}:{attempt}:{point}" for attempt, point in enumerate(points, 1)]
-    kills[2:2] = [f"{rng.randrange(ranks)}:-1:{point}" for point in ("loading", "mirrored")]
+    kills[2:2] = [f"{rng.randrange(ranks)}:-1:{point}" for point in (rng.choice([*AT_A_START]), "mirrored")]
     return layout, kills, "0000"
 
 
