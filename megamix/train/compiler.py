@@ -55,5 +55,8 @@ def try_compiler() -> None:
     from megamix.mixed_precision.optim.adamw import AdamW
     from megamix.mixed_precision.settings import Precision
 
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # OpenMP's threads would be missing in a fork, which waits for them for ever
     with torch._inductor.config.patch(compile_threads=1):
         ShardedEngine(torch.nn.Linear(8, 8), AdamW(lr=1e-3), Precision(torch.bfloat16))
+    torch.set_num_threads(threads)
