@@ -28,8 +28,10 @@ _TIMEOUT_S = 600.0  # most seconds for what is fetched from another node
 
 def node_of_process() -> str:
     """Return what all processes that see the same shared memory have in common."""
-    told = os.stat(SHARED) if SHARED.is_dir() else os.stat("/")
-    return f"{os.uname().nodename} {told.st_dev} {told.st_ino}"
+    boot = Path("/proc/sys/kernel/random/boot_id")  # machines may share a name
+    machine = boot.read_text() if boot.is_file() else os.uname().nodename
+    told = os.stat(SHARED if SHARED.is_dir() else "/")
+    return f"{machine} {told.st_dev} {told.st_ino}"
 
 
 class InMemory:

@@ -34,7 +34,6 @@ def run_train(arguments: argparse.Namespace) -> None:
     if arguments.check:
         say_on_first_rank(outlook_of(arguments, config, say_on_first_rank))
         return
-    set_environment(config)
     _check(config)
     load(config)
     _train(config)
@@ -45,6 +44,10 @@ def run_warm(config: Config, notes: Sequence[str], arguments: argparse.Namespace
 
     `notes`: what `job_of` has told. Returns the exit status.
     """
+    import torch
+
+    if (threads := os.environ["OMP_NUM_THREADS"]).isdecimal():  # torch may have been loaded before it was set
+        torch.set_num_threads(int(threads))
     for line in notes:
         say_on_first_rank(line)
     _check(config)
@@ -57,6 +60,7 @@ def _check(config: Config) -> None:
     from megamix.train.job_size import JobSize
 
     check(config, say_on_first_rank, starts=True)
+    set_environment(config)
     size = JobSize(config)
     if too_much := size.memory_problem() or size.mirror_problem():
         raise ConfigError([too_much], "job")
