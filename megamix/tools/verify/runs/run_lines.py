@@ -56,12 +56,19 @@ def runs_lines(config: Config, layouts: Sequence[Layout], where: str | None) -> 
         for layout in layouts:
             run = watched(config, layouts, [layouts[0], layout], where)
             problems = run_problems(whole, run, one_layout=layout == layouts[0])
-            name, attempts = f"{layouts[0].name} to {layout.name}", len(run.attempts)
-            ends = "differs" if problems else "passes"
-            yield row(f"{name:<26}", where, str(attempts), str(attempts - STEPS), ends)
-            yield from (Failed(f"  {problem}") for problem in problems)
+            yield from _row(f"{layouts[0].name} to {layout.name}", where, run, problems)
+        if config.checkpoint.mirror:
+            run = watched(config, layouts, [layouts[0]] * 2, where, dies=True)
+            problems = run_problems(whole, run, one_layout=True)
+            yield from _row(f"{layouts[0].name}, from memory", where, run, problems)
     except RankFailure as failure:
         yield Failed(f"a run fails\n{failure}")
+
+
+def _row(name: str, where: str, run: WatchedRun, problems: list[str]) -> Iterator[str]:
+    attempts = len(run.attempts)
+    yield row(f"{name:<26}", where, str(attempts), str(attempts - STEPS), "differs" if problems else "passes")
+    yield from (Failed(f"  {problem}") for problem in problems)
 
 
 def twice_lines(config: Config, layouts: Sequence[Layout], where: str | None) -> Iterator[str]:
@@ -79,16 +86,25 @@ def twice_lines(config: Config, layouts: Sequence[Layout], where: str | None) ->
 
 
 def watched(
-    config: Config, layouts: Sequence[Layout], on: Sequence[Layout], where: str | None, **settings: Any
+    config: Config,
+    layouts: Sequence[Layout],
+    on: Sequence[Layout],
+    where: str | None,
+    dies: bool = False,
+    **settings: Any,
 ) -> WatchedRun:
-    """Train a job that starts on the first one of `on` and goes on on the next one. `settings`: of the ranks."""
+    """Train a job that starts on the first one of `on` and goes on on the next one. `dies`: it does not leave the first
+    one, but dies there, and has saved nothing. `settings`: of the ranks.
+    """
     with TemporaryDirectory(prefix="megamix-verify-") as folder:
         jobs = [run_config(config, layouts, layout, Path(folder)) for layout in on]
+        if dies:
+            jobs = [job.with_keys(checkpoint={"save_interval": 0}) for job in jobs]
         write_data(jobs[0], Path(folder))
         starts = []
         for number, (job, layout) in enumerate(zip(jobs, on, strict=True), 1):
             with RankPool(layout.world_size, where, deadline_s=DEADLINE_S, **settings) as ranks:
-                seen = ranks.call(watch_job, job, BORDER if number < len(on) else None)
+                seen = ranks.call(watch_job, job, BORDER if number < len(on) else None, dies)
                 starts.append([*zip(*seen, strict=True)])
         log = (Path(jobs[0].checkpoint.folder) / METRICS).read_text(encoding="utf-8")
     rows = map(json.loads, log.splitlines())

@@ -79,7 +79,13 @@ def run_config(config: Config, layouts: Sequence[Layout], layout: Layout, folder
         lr_schedule=_lengths(here.lr_schedule),
         precision={"loss_scale": scale.model_copy(update=known), "max_retries": 3},
         training={"steps": STEPS, **sizes},
-        checkpoint={**saves, "folder": str(folder / "run"), "save_interval": BORDER, "resume": "auto"},
+        checkpoint={
+            **saves,
+            "folder": str(folder / "run"),
+            "save_interval": BORDER,
+            "resume": "auto",
+            "mirror": int(here.checkpoint.mirror > 0),
+        },
         metrics=silent | {"log_interval": 1, "tensorboard": False, "precision_interval": 0},
         profiling={"num_steps": 0},
     )
@@ -103,23 +109,35 @@ def write_data(config: Config, folder: Path) -> None:
                 writer.add(document)
 
 
-def watch_job(config: Config, until: int | None = None) -> list[Seen]:
-    """Train a job, to its end or until it is asked to leave after an update. Every rank of its layout must call it."""
+def watch_job(config: Config, until: int | None = None, dies: bool = False) -> list[Seen]:
+    """Train a job, to its end or until it is asked to leave after an update, or dies then. Every rank of its layout
+    must call it.
+    """
     if (device := rank_device()).type == "cuda":
         os.environ["LOCAL_RANK"] = str(device.index)  # as the launcher does
     seen = list[Seen]()
     with redirect_stdout(io.StringIO()), suppress(PreemptedError):
-        run_job(config, make=partial(_WatchedTrainer, until, seen))
+        run_job(config, make=partial(_WatchedTrainer, until, dies, seen))
     return seen
+
+
+class _Died(Exception):
+    pass
 
 
 class _WatchedTrainer(Trainer):
     """Trainer that writes down each attempt's input and result, plants overflows, and leaves in time."""
 
-    def __init__(self, until: int | None, seen: list[Seen], *job: Any):
+    def __init__(self, until: int | None, dies: bool, seen: list[Seen], *job: Any):
         super().__init__(*job)
+        self._dies = dies
         self._until, self._seen, self._poison = until, seen, Poison(self.engine)
         self._used, self._to_overflow, self._rows = UsedValues(), set(OVERFLOWS), list[Tensor]()
+
+    def run(self) -> float | None:
+        with suppress(_Died):
+            return super().run()
+        return None  # nothing is saved
 
     def train(self, leave: LeaveRequest) -> float | None:
         self._write_down("the start")
@@ -133,7 +151,10 @@ class _WatchedTrainer(Trainer):
             update = self.batch_plan.launched - self.overflows.count
             self._poison.active = update in self._to_overflow
             self._to_overflow.discard(update)
-            if update == self._until and not self._poison.active:
+            if self._dies and self._until is not None and update > self._until:
+                self.checkpoints.finish_mirror()
+                raise _Died
+            if update == self._until and not self._poison.active and not self._dies:
                 self.engine.stop_request.fill_(signal.SIGTERM)  # this step sends the request to the other ranks
         for micro_batch in super()._load(global_batch):
             self._rows.append(micro_batch.batch.tokens)

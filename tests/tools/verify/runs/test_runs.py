@@ -89,6 +89,9 @@ def _dynamic(config, dropout=0.0):
     )  # fmt: skip
 
 
+JOB = _dynamic(make_config("dp2"), dropout=0.1)
+
+
 def _drawn(seed):
     draw = random.Random(seed)
     dtype = draw.choice(["fp16", "bf16", "fp32"])
@@ -117,15 +120,23 @@ def test_a_job_that_is_right_passes(run_ranks, seed):
     assert all(int(row.split()[-2]) >= 2 for row in rows)  # those that are planted
 
 
+@pytest.mark.parametrize("bug", ["", "mirror_one_step_old"])
+def test_a_run_that_dies_goes_on_from_memory_and_a_mirror_that_is_a_step_old_is_named(run_ranks, bug):
+    config = changed(JOB, checkpoint={"mirror": 7})
+    with pools(lambda work, size, *arguments: run_ranks(_work, size, bug, work, *arguments)):
+        _, _, *rows = runs_lines(config, [TWO], None)
+    ends = {"": ["passes", "passes"], "mirror_one_step_old": ["passes", "differs"]}[bug]
+    assert [row.split()[-1] for row in rows[:2]] == ends
+    assert rows[1].startswith("dp2, from memory ")
+    assert len(rows) == 2 if not bug else rows[2].startswith("  after the resume: ")
+
+
 def test_a_schedule_in_tokens_has_the_same_shares_of_the_updates(tmp_path):
     schedule = {"decay_style": "wsd", "warmup_tokens": 10**5, "decay_tokens": 5 * 10**5}
     config = changed(make_config("dp1"), training={"tokens": 10**6}, lr_schedule=schedule)
     steps, by_updates = config.training.steps, ONE.apply(config).lr_schedule
     assert (by_updates.warmup_steps, by_updates.decay_steps) == (steps // 10, steps // 2)
     assert check_config(run_config(config, [ONE], ONE, tmp_path)) == []
-
-
-JOB = _dynamic(make_config("dp2"), dropout=0.1)
 
 
 @pytest.fixture(scope="module")
