@@ -112,11 +112,11 @@ class InMemory:
             if self._world.rank == giver:
                 record = records[share]
                 data = torch.from_file(str(self._home / f"{record.name}{TENSORS}"), size=record.size, dtype=torch.uint8)
-                messages.wait(messages.send(rank, 0, record.model_dump_json(by_alias=True), data))
+                messages.wait(messages.send(rank, record.model_dump_json(by_alias=True), data))
             if self._world.rank == rank:
-                _, text, size = messages.announced(giver)
+                record = SlotRecord.from_json(text := messages.announced(giver))
                 self._home.mkdir(mode=0o700, exist_ok=True)
-                slot = SharedSlot(self._home, SlotRecord.from_json(text).name, size)
+                slot = SharedSlot(self._home, record.name, record.size)
                 messages.receive(giver, slot.bytes)
                 slot.close(text)
             held[node][share] = twins

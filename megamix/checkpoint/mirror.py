@@ -190,18 +190,18 @@ class Mirror:
         text = record.model_copy(update={"total": total}).model_dump_json(by_alias=True)
         slot.close(text)
         if self._messages is not None:
-            self._exchange(self._messages, record.slot, text)
+            self._exchange(self._messages, text, slot)
         self._taken += 1
         if self._taken == 2:
             for name in self._left:
                 remove_slot(self._home, name)
 
-    def _exchange(self, messages: HostMessages, number: int, text: str) -> None:
+    def _exchange(self, messages: HostMessages, text: str, own: SharedSlot) -> None:
         """Send a slot to the rank that keeps it, and take those of others."""
-        sent = [] if self._taker is None else messages.send(self._taker, number, text, self._slots[number].bytes)
+        sent = [] if self._taker is None else messages.send(self._taker, text, own.bytes)
         for giver in dict.fromkeys(giver for giver, _ in self._held):
-            its, told, _ = messages.announced(giver)
-            slot = self._held[giver, its]
+            told = messages.announced(giver)
+            slot = self._held[giver, SlotRecord.from_json(told).slot]
             slot.open()
             messages.receive(giver, slot.bytes)
             slot.close(told)

@@ -8,6 +8,7 @@ import fcntl
 import hashlib
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -104,21 +105,22 @@ def all_kept() -> list[Kept]:
 
 def kept_in(home: Path) -> Kept | None:
     """Return what a run keeps in its folder in shared memory; None if that is not there."""
-    with suppress(OSError):
-        descriptor = os.open(home / _RUN, os.O_RDWR)
-        try:
-            folder = Path(os.fsdecode(os.read(descriptor, 1 << 16)))
-            lives = False
-            try:
-                lock_file(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                lives = True
-        finally:
-            os.close(descriptor)
+    with suppress(OSError), open(home / _RUN, "r+b") as file:
+        folder = Path(os.fsdecode(file.read()))
+        lives = not _is_free(file.fileno())
         size = sum(path.stat().st_blocks * 512 for path in home.iterdir())
         update = max((record.manifest.applied_updates for record in records_in(home)), default=0)
         return Kept(home, folder, size, update, lives)
     return None
+
+
+def _is_free(descriptor: int) -> bool:
+    for _ in range(5):
+        with suppress(BlockingIOError):
+            lock_file(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        time.sleep(0.01)  # the other process may just be looking, too
+    return False
 
 
 def remove_home(home: Path) -> None:

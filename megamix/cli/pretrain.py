@@ -90,6 +90,10 @@ def start_ranks(
     """Load what the ranks need, start them, and return the exit status."""
     train.set_environment(config)
     _import_torch()
+    import torch
+
+    if (threads := os.environ["OMP_NUM_THREADS"]).isdecimal():  # torch may have been loaded before it was set
+        torch.set_num_threads(int(threads))
     train.load(config)
     if config.optimizer.compile:
         try_compiler()

@@ -44,10 +44,6 @@ def run_warm(config: Config, notes: Sequence[str], arguments: argparse.Namespace
 
     `notes`: what `job_of` has told. Returns the exit status.
     """
-    import torch
-
-    if (threads := os.environ["OMP_NUM_THREADS"]).isdecimal():  # torch may have been loaded before it was set
-        torch.set_num_threads(int(threads))
     for line in notes:
         say_on_first_rank(line)
     _check(config)

@@ -57,20 +57,18 @@ class HostMessages:
     def __init__(self, world: Axis, timeout_s: float):
         self._group = host_collectives(world, timeout_s).axis.group
 
-    def send(self, to: int, number: int, text: str, data: Tensor) -> list[dist.Work | None]:
-        """Begin to send `data` with a number and a text. Neither may change before `wait`. Shapes: data (n,), U8."""
+    def send(self, to: int, text: str, data: Tensor) -> list[dist.Work | None]:
+        """Begin to send a text and `data`, which may not change until `wait` has returned. Shapes: data (n,), U8."""
         words = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-        head = torch.tensor([number, len(words), len(data)])
-        return [dist.isend(one, group=self._group, group_dst=to) for one in (head, words, data)]
+        return [dist.isend(one, group=self._group, group_dst=to) for one in (torch.tensor([len(words)]), words, data)]
 
-    def announced(self, giver: int) -> tuple[int, str, int]:
-        """Wait for a message, and return its number, its text and the size of its data. `receive` must follow."""
-        head = torch.empty(3, dtype=torch.int64)
-        dist.recv(head, group=self._group, group_src=giver)
-        number, length, size = head.tolist()
-        words = torch.empty(length, dtype=torch.uint8)
+    def announced(self, giver: int) -> str:
+        """Wait for a text, and return it. `receive` must follow."""
+        length = torch.empty(1, dtype=torch.int64)
+        dist.recv(length, group=self._group, group_src=giver)
+        words = torch.empty(int(length), dtype=torch.uint8)
         dist.recv(words, group=self._group, group_src=giver)
-        return number, words.numpy().tobytes().decode(), size
+        return words.numpy().tobytes().decode()
 
     def receive(self, giver: int, data: Tensor) -> None:
         dist.recv(data, group=self._group, group_src=giver)

@@ -73,6 +73,7 @@ def test_a_job_out_of_memory_ends_with_the_plan(monkeypatch, tmp_path):
     monkeypatch.setattr(pretrain.train, "outlook_of", lambda *job: "")
     monkeypatch.setattr(subprocess, "run", lambda command, **settings: plans.append(command))
     nodes = {"NPROC_PER_NODE": "2", "NNODES": "3", "NODE_RANK": "1", "MASTER_ADDR": "node0"}
+    nodes |= {"WORLD_SIZE": "", "LOCAL_WORLD_SIZE": ""}  # which it sets, and which come back as they were
     for name, value in nodes.items():
         monkeypatch.setenv(name, value)
     job = ["configs/base.toml", f"checkpoint.folder={tmp_path}"]
