@@ -1,4 +1,4 @@
-"""What runs keep in the shared memory of this node: names and records. This module imports no torch.
+"""Names and records of what runs keep in the shared memory of this node. This module imports no torch.
 
 A run has a folder there. A slot in it is one rank's share of the state, a file as in a checkpoint; the record beside
 the file, put there by a rename, makes it whole. What a process has written there outlives the process, not the node.
@@ -28,7 +28,7 @@ def number_of_slots(*, async_save: bool) -> int:
 
 
 class SlotRecord(Record):
-    """What a slot holds."""
+    """Says what a slot holds."""
 
     began: float  # time of the run's first start, in seconds since 1970: another run in the same folder has another one
     start: int  # number of the start that wrote it
@@ -89,7 +89,7 @@ def held_home(folder: Path) -> Iterator[Path]:
 
 
 class Kept(NamedTuple):
-    """What one run keeps in this node's shared memory."""
+    """Says what one run keeps in this node's shared memory."""
 
     home: Path
     folder: Path  # the run's

@@ -1,4 +1,4 @@
-"""What runs have left in this node's shared memory: which of it may go. This module imports no torch."""
+"""Says what of that which runs have left in this node's shared memory may go. This module imports no torch."""
 
 import shutil
 from pathlib import Path
