@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megamix.checkpoint.folder import set_aside, unfinished
+from megamix.checkpoint.slots import home_of, remove_home
 from megamix.launch.run_status import read_status
 from tests.builders import EXPERTS, tiny_job, write_data
 from tests.train.fresh_ranks import FreshRanks
@@ -75,7 +76,7 @@ def growth(watch):
 
 def soak_config(folder, steps, every):
     """A small job with all that a run may carry over: dropout, overflows, biases of experts, validations, saves beside
-    training.
+    training, a mirror in memory.
     """
     return tiny_job(
         folder,
@@ -91,6 +92,7 @@ def soak_config(folder, steps, every):
         timeout_s=TIMEOUT_S,
         expert={"size": RANKS},
         save_interval=every // 4,
+        mirror=1,
         replica_check_interval=25,
         log_interval=1,
         precision_interval=100,
@@ -103,6 +105,7 @@ class Fight(NamedTuple):
     struck: list[Fault]
     starts: int
     failed_saves: int
+    from_memory: int  # starts
     surprises: list[str]  # for each start that ended in another way than its fault should end it
 
 
@@ -111,11 +114,12 @@ def train_under_fire(config, faults, rng):
     folder = Path(config.checkpoint.folder).parent
     log = folder / "struck.txt"
     log.touch()
-    failed_saves, struck, surprises = 0, 0, []
+    failed_saves, from_memory, struck, surprises = 0, 0, 0, []
     for start in range(1, 2 * len(faults) + 2):
         ranks = FreshRanks(config, RANKS, Strikes(faults[struck:], log))
         statuses = ranks.join(DEADLINE_S)
         failed_saves += ranks.said(0).count("checkpoint NOT saved")
+        from_memory += "goes on from memory" in ranks.said(0)
         before, struck = struck, len(log.read_text().splitlines())
         fault = faults[struck - 1] if struck > before else None
         told = f"start {start}: {fault or 'no fault'}: ended with {statuses}"
@@ -125,8 +129,9 @@ def train_under_fire(config, faults, rng):
         if fault is None or not fault.ends_as_told(statuses):
             surprises.append("\n".join([told, *(ranks.said(rank)[-2000:] for rank in range(RANKS))]))
         elif fault.kind in DAMAGES:
+            remove_home(home_of(folder / "run"))  # else no start reads the checkpoint
             damage_newest(folder / "run/checkpoints", fault.kind, rng)
-    return Fight(list(faults[:struck]), start, failed_saves, surprises)
+    return Fight(list(faults[:struck]), start, failed_saves, from_memory, surprises)
 
 
 def faults_of(fight, clean, fire):
@@ -165,7 +170,8 @@ def soak(folder, steps, every, seed):
     times = Counter(fault.kind for fault in fight.struck)
     for kind in KINDS:
         print(f"| {kind} | {times[kind]} |")
-    print(f"\n{fight.starts} starts, {fight.failed_saves} failed saves, {len(fight.surprises)} other ends than told")
+    starts = f"{fight.starts} starts, {fight.from_memory} from memory"
+    print(f"\n{starts}, {fight.failed_saves} failed saves, {len(fight.surprises)} other ends than told")
     print(f"{clean_s:.0f} s without faults, {fire_s:.0f} s with them; {len(end_of(clean)['metrics'])} rows logged")
     for rank in range(RANKS):
         used = zip(Usage._fields, *watch.ends(rank), strict=True)

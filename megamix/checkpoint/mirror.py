@@ -16,8 +16,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megamix.base.durable import write_text
 from megamix.checkpoint.manifest import RunRecord
-from megamix.checkpoint.slots import RECORD, TENSORS, SlotRecord, remove_slot, write_private
+from megamix.checkpoint.slots import RECORD, TENSORS, SlotRecord, remove_slot
 from megamix.checkpoint.snapshot import DTYPE_NAMES, Part, Snapshot, buffer_parts, manifest_of, owned_parts
 from megamix.checkpoint.tensor_file import key_of, safetensors_header
 from megamix.comm.host import HostMessages
@@ -55,7 +56,7 @@ class SharedSlot:
         self._record.unlink(missing_ok=True)
 
     def close(self, record: str) -> None:
-        write_private(self._record, record)
+        write_text(self._record, record)
 
 
 class Mirror:

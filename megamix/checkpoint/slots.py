@@ -32,12 +32,12 @@ class SlotRecord(Record):
 
     began: float  # time of the run's first start, in seconds since 1970: another run in the same folder has another one
     start: int  # number of the start that wrote it
-    slot: int
+    slot: int = 0
     rank: int  # whose share it is
     twins: tuple[int, ...]  # all ranks that own this share, `rank` among them
     ranks: int  # number of the run's ranks
-    size: int  # of the file, in bytes
-    total: int  # sum of the 64-bit words of the file, modulo 2^64
+    size: int = 0  # of the file, in bytes
+    total: int = 0  # sum of the 64-bit words of the file, modulo 2^64
     manifest: Manifest
 
     @property
@@ -53,14 +53,6 @@ class SlotRecord(Record):
 def home_of(folder: Path) -> Path:
     """Return the folder in shared memory of the run in `folder`."""
     return SHARED / f"megamix-{os.getuid()}-{hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:16]}"
-
-
-def write_private(path: Path, text: str) -> None:
-    """Write a file that only its owner reads, and that is whole or as it was."""
-    aside = path.with_suffix(".new")
-    with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-        file.write(text)
-    aside.rename(path)
 
 
 def records_in(home: Path) -> list[SlotRecord]:

@@ -94,10 +94,11 @@ def start_ranks(
 
     if (threads := os.environ["OMP_NUM_THREADS"]).isdecimal():  # torch may have been loaded before it was set
         torch.set_num_threads(int(threads))
-    train.load(config)
-    if config.optimizer.compile:
-        try_compiler()
-    source()  # for all ranks
+    with many_imports():
+        train.load(config)
+        if config.optimizer.compile:
+            try_compiler()
+        source()  # for all ranks
     from megamix.launch.rendezvous import keep_to_loopback  # imports torch
 
     if machines.number == 1:

@@ -18,7 +18,7 @@ from megamix.launch.torchrun import Ended, status_of
 from megamix.launch.warm import WarmProcess
 
 # Seconds that ranks have to end, and to say why, after another one has failed. They notice it within one.
-_LEFT_BEHIND_S = 10.0
+_LEFT_BEHIND_S = 3.0
 # Exit statuses of ranks that all end alike, some of them later: these are not hurried.
 _ALIKE = (EXIT_STATUS["finished"], EXIT_STATUS["gave_up"], EXIT_STATUS["preempted"])
 
@@ -46,7 +46,7 @@ class Agent:
 
         `folder`: the run's. It tells whether a start has got anywhere: a run that does not gives up by itself.
         """
-        while True:
+        while not self._request.reason:
             before = read_status(folder)
             kills = kernel_kills()
             ended = self._start()
@@ -58,10 +58,9 @@ class Agent:
             helps = now.starts > before.starts and (ended[0].code < 0 or now.update > now.start)
             if status != EXIT_STATUS["failed"] or self._machines.number > 1 or not helps:
                 return status
-            if self._request.reason:
-                return PREEMPTED
             say(f"megamix: starting the ranks again after update {now.update}", sys.stderr)
             self._began_s = boot_s()
+        return PREEMPTED
 
     def _start(self) -> list[Ended]:
         """Run the ranks once. Return how those ended that did not succeed, the first one first."""

@@ -2,6 +2,7 @@
 and leaves CUDA alone. A rank starts from it in milliseconds, the first time and after a failure.
 """
 
+import gc
 import json
 import os
 import select
@@ -53,6 +54,7 @@ def ranks_of(launcher: int) -> list[int]:
 
 
 def _serve(link: socket.socket, main: Callable[[], int]) -> NoReturn:
+    gc.freeze()  # ranks need not walk what is loaded, nor copy it
     os.setsid()  # a terminal's Ctrl-C goes to the launcher, which tells the ranks
     noted = ignore_noted()
     for line in link.makefile("r"):

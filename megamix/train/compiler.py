@@ -44,19 +44,15 @@ def load_compiler(model: DecoderConfig) -> None:
 
 
 def try_compiler() -> None:
-    """Compile an update of a few elements, so that all is loaded that torch loads at its first compilation. Do it where
-    that starts no thread and no driver of a GPU.
+    """Compile a little, so that all is loaded that torch loads at its first compilation. Do it where that starts no
+    thread and no driver of a GPU.
     """
     import torch
 
     if torch.version.cuda is not None or not shutil.which(_compiler()):
         return
-    from megamix.mixed_precision.engine import ShardedEngine
-    from megamix.mixed_precision.optim.adamw import AdamW
-    from megamix.mixed_precision.settings import Precision
-
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # OpenMP's threads would be missing in a fork, which waits for them for ever
     with torch._inductor.config.patch(compile_threads=1):
-        ShardedEngine(torch.nn.Linear(8, 8), AdamW(lr=1e-3), Precision(torch.bfloat16))
+        torch.compile(torch.square, dynamic=True)(torch.ones(8))
     torch.set_num_threads(threads)

@@ -7,7 +7,7 @@ from pathlib import Path
 from megamix.checkpoint.all_or_none import SomeRankFailed
 from megamix.checkpoint.in_memory import node_of_process
 from megamix.checkpoint.mirror import Mirror
-from megamix.checkpoint.slots import SlotRecord, held_home, number_of_slots, remove_slot
+from megamix.checkpoint.slots import SlotRecord, held_home, number_of_slots, records_in, remove_slot
 from megamix.checkpoint.snapshot import manifest_of
 from megamix.checkpoint.verify import Checkpoint
 from megamix.comm.host import HostMessages
@@ -39,10 +39,8 @@ def build_mirror(
     if nodes.index(nodes[world.rank]) == world.rank:  # the first rank of this node
         remove_stale(home)
         left = _of_earlier_starts(home, resume.start.checkpoint)
-    record = SlotRecord(
-        began=began, start=start, slot=0, rank=world.rank, twins=twins, ranks=world.size, size=0, total=0,
-        manifest=manifest_of(engine, resume.record),
-    )  # fmt: skip
+    manifest = manifest_of(engine, resume.record)
+    record = SlotRecord(began=began, start=start, rank=world.rank, twins=twins, ranks=world.size, manifest=manifest)
     mirror = Mirror(engine, home, record, left)
     sizes = ranks.all_or_none.every(lambda: mirror.size)
     givers = {giver: sizes[giver] for giver, taker in enumerate(takers) if taker == world.rank}
@@ -69,9 +67,13 @@ def _taker(nodes: Sequence[str], rank: int, twins: Sequence[int]) -> int | None:
 
 
 def _of_earlier_starts(home: Path, loaded: Checkpoint | None) -> list[str]:
-    """Remove the slots of earlier starts on this node, but those that this start has loaded. Return their names."""
+    """Remove the slots of earlier starts on this node, but those of the instant that this start has loaded. Return the
+    names of these.
+    """
     stored = loaded.stored.values() if loaded is not None and loaded.path == home else ()
-    left = {Path(place.file).stem for places in stored for place in places}
-    for name in {path.stem for path in home.glob("start_*")} - left:
+    files, records = {Path(place.file).stem for places in stored for place in places}, records_in(home)
+    instants = {record.version for record in records if record.name in files}
+    left = [record.name for record in records if record.version in instants]
+    for name in {path.stem for path in home.glob("start_*")} - {*left}:
         remove_slot(home, name)
-    return sorted(left)
+    return left

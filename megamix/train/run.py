@@ -130,6 +130,8 @@ class Run:
 
     def _open(self) -> None:
         self.journal.open(steps=self._steps, **self.facts)
+        launched_s = boot_s() - age_s(os.getpid()) - self.journal.ledger.began_s
+        self.journal.tell("launched", at=round(launched_s, 3))
         self.journal.tell("joined")
         for path in self.folder.glob("collectives_rank*.json"):  # of an earlier start
             path.unlink()

@@ -1,7 +1,7 @@
 """A plugin of a job that kills a rank at a point of its step, before which the run's checkpoints are moved away.
 
-MEGAMIX_TEST_FOLDER is the job's folder, in which the ranks note their attempts. MEGAMIX_TEST_KILL is
-RANK:ATTEMPT:POINT: from that attempt on (-1: from the start) the point is awaited, in one start only.
+MEGAMIX_TEST_FOLDER is the job's folder, in which the ranks note their attempts. MEGAMIX_TEST_KILLS are
+RANK:ATTEMPT:POINT,...: from that attempt on (-1: from the start) the point is awaited, until it has killed a rank.
 MEGAMIX_TEST_NODES has a letter for each rank, its node; each node's shared memory is a folder in FOLDER/shm.
 """
 
@@ -12,10 +12,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+import torch._dynamo  # noqa: F401  # else each rank of sharded parameters would import it
+
 from megamix.checkpoint import in_memory, mirror, slots
 from megamix.checkpoint.folder import Files
 from megamix.checkpoint.mirror import SharedSlot
 from megamix.checkpoint.save import Saver
+from megamix.cli import train
 from megamix.comm.collectives import Collectives
 from megamix.comm.host import HostMessages
 from megamix.mixed_precision import engine
@@ -67,7 +70,6 @@ POINTS = {
     "save begun": Point((Saver,), "start", after=True),
     "save chunk": Point((Files,), "write", call=2),
 }
-RARE = ("copy to slot 2", "validated", "save begun", "save chunk")  # not in each attempt
 SENDS = {  # only with several nodes
     "sent": Point((HostMessages,), "send", after=True),
     "received": Point((HostMessages,), "receive"),
@@ -135,10 +137,13 @@ def _arm(folder):
         with (folder / "attempts.txt").open("a") as told:
             told.write("start\n")
         _wrap(BatchPlan, "launch", after=lambda arguments, attempt: _note(folder, attempt))
-    victim, attempt, name = (os.environ["MEGAMIX_TEST_KILL"] or "-1:-1:").split(":")
-    mark = folder / f"{victim}:{attempt}:{name}.mark"
-    if rank == int(victim) and not mark.exists():
-        _Kill((POINTS | SENDS | AT_A_START)[name], int(attempt), folder, mark).arm()
+    for kill in os.environ["MEGAMIX_TEST_KILLS"].split(","):
+        victim, attempt, name = kill.split(":")
+        mark = folder / f"{kill}.mark"
+        if not mark.exists():
+            if rank == int(victim):
+                _Kill((POINTS | SENDS | AT_A_START)[name], int(attempt), folder, mark).arm()
+            return
 
 
 def _note(folder, attempt):
@@ -146,5 +151,12 @@ def _note(folder, attempt):
         told.write(f"{attempt.number}\n")
 
 
-if "MEGAMIX_TEST_FOLDER" in os.environ:
-    _arm(Path(os.environ["MEGAMIX_TEST_FOLDER"]))
+def _armed(run_warm):
+    def run(*arguments):
+        _arm(Path(os.environ["MEGAMIX_TEST_FOLDER"]))
+        return run_warm(*arguments)
+
+    return run
+
+
+train.run_warm = _armed(train.run_warm)  # ranks are forked from the process that has imported this

@@ -10,12 +10,15 @@ import os
 import random
 import re
 import shutil
+import subprocess
+import sys
 import threading
 import time
 from contextlib import ExitStack, redirect_stdout
 from dataclasses import replace
 from functools import cache, partial
-from itertools import pairwise, product
+from itertools import pairwise
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -30,13 +33,14 @@ from megamix.train import judge
 from megamix.train.checkpointing import RunCheckpoints
 from tests.builders import EXPERTS, tiny_job
 from tests.conftest import FULL
-from tests.train.fresh_ranks import FreshRanks
-from tests.train.kill_points import AT_A_START, POINTS, RARE, SENDS
+from tests.train.kill_points import AT_A_START, POINTS, SENDS
 from tests.train.outcome import differences, end_of
 from tests.train.recorded import run_recorded
 
-STEPS, PER_RANK = (8, 4) if FULL else (6, 2)  # updates, and sequences of each
+STEPS, PER_RANK = (24, 4) if FULL else (12, 2)  # updates, and sequences of each
+LENGTH = 6  # kills of a chain
 DEADLINE_S = 120.0
+PRETRAIN = Path(__file__).resolve().parents[2] / "launch/pretrain.sh"
 OVERFLOWS = {"loss_scale": {"init_scale": 2.0**20, "growth_interval": 2}}
 MIXED = {"shard": "parameters", "experts": EXPERTS, "average": {"decay": 0.9}, "precision": OVERFLOWS}
 LAYOUTS = {  # ranks, settings; a kill can be of the first, the middle and the last rank
@@ -79,12 +83,6 @@ def _made(folder, nodes="0"):
 # Ranks are killed.
 
 
-def run(folder, config, ranks, kill="", nodes="0000"):
-    """Start a job. Return the ranks' exit statuses; a death ends the other ranks, too."""
-    environment = {"MEGAMIX_TEST_FOLDER": str(folder), "MEGAMIX_TEST_NODES": nodes, "MEGAMIX_TEST_KILL": kill}
-    return FreshRanks(config, ranks, environment=environment).end_with_the_first(DEADLINE_S)
-
-
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory, run_ranks):
     """Return the folder of a run of a layout that nobody kills, and that keeps no mirror."""
@@ -104,52 +102,61 @@ def _differences(folder, other):
     return differences(*map(end_of, (folder, other))) + ["weights"] * (weights[0] != weights[1])
 
 
-def _kill_and_go_on(folder, layout, kills, whole, nodes="0000"):
-    """Kill a run once and again, and take its checkpoints away; then let it end, as the `whole` one."""
-    config, ranks = _config(_made(folder, nodes), layout), ALL[layout][0]
-    for kill in kills:
-        statuses = run(folder, config, ranks, kill, nodes)
-        assert statuses[int(kill.split(":")[0])] == -9, f"{kill}: {statuses}"
-        assert (folder / f"{kill}.mark").exists(), kill
-    assert run(folder, config, ranks, nodes=nodes) == [0] * ranks
-    assert "goes on from memory" in (folder / "rank0.txt").read_text()
-    told = (folder / "attempts.txt").read_text().split("start\n")
-    starts = [[*map(int, start.split())] for start in told if start]
-    for before, after in pairwise(starts):
-        assert after[0] >= before[-1] - 1, f"redone: {starts}"  # the last one was under way
-    assert _differences(folder, whole) == []
-    assert not [*folder.glob("shm/*/*")], "nothing is left in the nodes' memory"
+def _killed(folder, layout, kills, nodes):
+    """Run a job by the launcher, which starts the ranks again after each kill, to its end. Return what it says."""
+    config = _config(_made(folder, nodes), layout)
+    (folder / "job.toml").write_text(config.text)
+    environment = {
+        "MEGAMIX_PYTHON": sys.executable,
+        "OMP_NUM_THREADS": "1",
+        "NPROC_PER_NODE": str(ALL[layout][0]),
+        "MEGAMIX_TEST_FOLDER": str(folder),
+        "MEGAMIX_TEST_NODES": nodes,
+        "MEGAMIX_TEST_KILLS": ",".join(kills),
+    }
+    command = [PRETRAIN, folder / "job.toml"]
+    ended = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout + ended.stderr
 
 
 def _cover():
-    """Return runs with a kill each, (layout, kills, nodes): every pair of a point, a victim and a layout is met."""
-    rng, cover = random.Random(0), list[tuple[str, list[str], str]]()
-    for (row, point), (column, layout) in product(enumerate([*POINTS, *SENDS]), enumerate(LAYOUTS)):
-        ranks = LAYOUTS[layout][0]
-        victim = (0, ranks // 2, ranks - 1)[(row + column) % 3]
-        nodes = "0000"
-        if point in SENDS:
-            nodes = "012" if ranks == 3 else "0011"
-        if point not in SENDS or layout != "replicas 2":  # another replica is the mirror
-            cover.append((layout, [f"{victim}:{rng.randrange(2, 5)}:{point}"], nodes))
-    return cover
+    """Return chains of kills, (layout, kills, nodes): every pair of a point, a victim and a layout is met, and each
+    chain has a kill in a recovery: as it loads, or right after its first mirror.
+    """
+    rng, chains = random.Random(0), list[tuple[str, list[str], str]]()
+    for column, (layout, (ranks, _)) in enumerate(LAYOUTS.items()):
+        victims = (0, ranks // 2, ranks - 1)
+        kills = [f"{victims[(row + column) % 3]}:{{}}:{point}" for row, point in enumerate(POINTS)]
+        rng.shuffle(kills)
+        several = "012" if ranks == 3 else "0011"
+        if layout != "replicas 2":  # another replica is the mirror
+            kills[:0] = [f"{victims[(row + column) % 3]}:{{}}:{point}" for row, point in enumerate(SENDS, len(POINTS))]
+        for first in range(0, len(kills), LENGTH):
+            chain = [kill.format(attempt) for attempt, kill in enumerate(kills[first : first + LENGTH], 1)]
+            chain.insert(2, f"{rng.choice(victims)}:-1:{rng.choice([*AT_A_START, 'mirrored'])}")
+            chains.append((layout, chain, several if first == 0 else "0000"))
+    return chains
 
 
-def _chain(layout):
-    """Return a run with six kills: two are in a recovery, as it loads and right after its first mirror."""
-    rng, ranks = random.Random(layout), ALL[layout][0]
-    points = rng.sample([point for point in POINTS if point not in RARE], 4)
-    kills = [f"{rng.randrange(ranks)}:{attempt}:{point}" for attempt, point in enumerate(points, 1)]
-    kills[2:2] = [f"{rng.randrange(ranks)}:-1:{point}" for point in (rng.choice([*AT_A_START]), "mirrored")]
-    return layout, kills, "0000"
+SOME = ["1:1:sum arrived", "0:2:copy to slot 1", "1:-1:loading", "0:-1:mirrored", "1:3:second gather", "0:5:log row"]
 
 
-RUNS = [*_cover(), *map(_chain, LAYOUTS)] if FULL else []
-
-
-@pytest.mark.parametrize(("layout", "kills", "nodes"), [*RUNS, _chain("mixed")], ids=str)
+@pytest.mark.parametrize(
+    ("layout", "kills", "nodes"), [*_cover(), ("mixed", SOME, "0000")][0 if FULL else -1 :], ids=str
+)
 def test_killed_at_any_point_it_ends_bitwise_equal(tmp_path, unbroken, layout, kills, nodes):
-    _kill_and_go_on(tmp_path, layout, kills, unbroken(layout), nodes)
+    said = _killed(tmp_path, layout, kills, nodes)
+    assert [kill for kill in kills if not (tmp_path / f"{kill}.mark").exists()] == []
+    assert said.count("was killed by SIGKILL") == len(kills)
+    assert "goes on from memory" in said
+    assert f"goes on from {tmp_path}/run" not in said
+    told = (tmp_path / "attempts.txt").read_text().split("start\n")
+    starts = [[*map(int, start.split())] for start in told if start]
+    for before, after in pairwise(starts):
+        assert after[0] >= before[-1] - 1, f"redone: {starts}"  # the last one was under way
+    assert _differences(tmp_path, unbroken(layout)) == []
+    assert not [*tmp_path.glob("shm/*/*")], "nothing is left in the nodes' memory"
 
 
 # What a start finds in memory that is not as a dying run left it. Here all ranks end at an exception, and others that
@@ -292,6 +299,18 @@ def test_another_replica_is_the_mirror(tmp_path, run_ranks, unbroken):
     metrics.write_bytes(b"".join(metrics.read_bytes().splitlines(keepends=True)[:-1]))
     said, _ = run_ranks(_start, 2, config, tmp_path, "01")
     assert re.search(rf"goes on from memory .* after update {CRASH_AT - 1}\n", said)
+    assert _differences(tmp_path, unbroken(layout)) == []
+
+
+def test_a_start_keeps_the_state_that_it_has_loaded_of_all_replicas(tmp_path, run_ranks, unbroken):
+    """It dies before it has kept another one. The next start needs that of the first rank, too."""
+    layout = "replicas of one"
+    config = _config(_made(tmp_path), layout)
+    run_ranks(_crash, 2, config, tmp_path)
+    run_ranks(_crash, 2, config, tmp_path)
+    assert {path.name[12:22] for path in tmp_path.glob("shm/0/*/start_00001*")} == {"rank_00000", "rank_00001"}
+    said, _ = run_ranks(_start, 2, config, tmp_path)
+    assert re.search(rf"goes on from memory .* after update {CRASH_AT}\n", said)
     assert _differences(tmp_path, unbroken(layout)) == []
 
 

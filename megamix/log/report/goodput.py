@@ -19,6 +19,7 @@ from megamix.launch.ledger import BUCKETS, DOWN, REDONE, STALLED, TRAINED, stall
 
 STALE_S = 60.0  # seconds without a sign of life after which a run counts as dead
 RUNNING, STALE = "running", "stale"  # states of a start without an end, beside those that an end says
+_READY = ("launched", "joined", "loaded", "first_step")  # kinds of rows on the way to the first step
 
 
 class OneStart(NamedTuple):
@@ -33,7 +34,7 @@ class OneStart(NamedTuple):
     last: int  # update that it reached
     kept: int  # update up to which its work was kept
     seconds: dict[str, float]  # by bucket; down is the time since the end of the start before
-    ready: dict[str, float]  # seconds from the start to joined, loaded and first_step, as far as it came
+    ready: dict[str, float]  # seconds until its ranks were launched, joined, loaded, at first_step, as far as it came
     state: str
     reason: str
     ranks: str
@@ -100,7 +101,7 @@ def _present(last: Row, now_t: float) -> Row:
 def _one_start(rows: list[Row], kept: int | None) -> OneStart:
     """Return a start by its rows. `kept`: the update from which a later start went on; None if there is none."""
     start, end = rows[0], rows[-1]
-    ready = {row["kind"]: row["at"] for row in rows if row["kind"] in ("joined", "loaded", "first_step")}
+    ready = {row["kind"]: row["at"] for row in rows if row["kind"] in _READY}
     first = next((row["step"] for row in rows if row["kind"] == "loaded"), start["step"])
     source = "memory" if any(row.get("memory") for row in rows) else "disk" if first else ""
     state = end.get("state", KILLED)  # the end of a start may lie in a line that a disk has lost

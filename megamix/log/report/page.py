@@ -29,8 +29,11 @@ _SHOWN = 50  # most starts in the table
 _BUCKETS = {
     "trained": ("steps whose update the run has kept", ""),
     "overflow": ("attempts that overflowed and changed nothing", "see the loss scale; BF16"),
-    "redone": ("updates after the last save, lost by a stop", "a smaller checkpoint.save_interval"),
-    "start": ("from the launcher's start to the loop, without compiling", "fewer starts; local disks"),
+    "redone": ("updates after the last save, lost by a stop", "checkpoint.mirror, a smaller checkpoint.save_interval"),
+    "start": (
+        "from the launcher's start to the loop, without compiling",
+        "fewer starts; local disks; checkpoint.mirror, whose starts read no disk",
+    ),
     "compile": (
         "compiling the update, and what a first attempt takes longer",
         "TORCHINDUCTOR_CACHE_DIR on a disk that stays",
@@ -149,7 +152,20 @@ def _stops(goodput: Goodput) -> str:
     shown = goodput.starts[-_SHOWN:]
     if len(shown) < len(goodput.starts):
         told += f". The last {len(shown)} of {len(goodput.starts)} starts:"
-    heads = ["start", "began", "host", "ranks", "down before", "from", "updates", "lost", "redone", "end", "cause"]
+    heads = [
+        "start",
+        "began",
+        "host",
+        "ranks",
+        "down before",
+        "from",
+        "seconds until",
+        "updates",
+        "lost",
+        "redone",
+        "end",
+        "cause",
+    ]
     return f"<p>{escape(told)}</p>{_table(heads, [_stop(one) for one in reversed(shown)])}"
 
 
@@ -162,6 +178,7 @@ def _stop(one: OneStart) -> list[str]:
         one.ranks,
         duration(down) if down >= 0.05 else "",
         one.source,
+        ", ".join(f"{kind} {at:.1f}" for kind, at in one.ready.items()),
         f"{one.first:,} to {one.last:,}",
         f"{lost:,}" if lost else "",
         duration(redone) if redone >= 0.05 else "",
