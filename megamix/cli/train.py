@@ -84,6 +84,7 @@ def load(config: Config) -> None:
 
         if config.optimizer.compile:
             load_compiler(config.model)
+        import torch._dynamo  # noqa: F401  # each engine would import it
 
 
 def job_of(arguments: argparse.Namespace, tell: Callable[[str], None]) -> Config:

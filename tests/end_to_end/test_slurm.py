@@ -38,7 +38,7 @@ class Submitted:
         self.cluster, self.folder = cluster, folder
         folder.mkdir()
         config = tiny_job(
-            folder, tokens=data, valid=None, steps=steps, eval_interval=0, save_interval=20, log_interval=20
+            folder, tokens=data, valid=None, steps=steps, eval_interval=0, save_interval=20, log_interval=20, mirror=1
         )
         (folder / "job.toml").write_text(config.text)
         options = [f"--nodes={nodes}", f"--output={folder / 'log'}", f"--chdir={ROOT}", "--export=ALL"]
@@ -117,7 +117,7 @@ def test_a_dead_node_is_replaced_by_the_spare_one_within_the_job(cluster, whole,
     job = Submitted(cluster, tmp_path / "job", data, nodes=3, spare=1)
     until(lambda: "saved" in job.log, "a checkpoint")
     cluster.kill_node("n2")
-    until(lambda: "goes on from" in job.log.partition("start 2 on n1,n3")[2], "another start", 240)
+    until(lambda: "goes on from memory" in job.log.partition("start 2 on n1,n3")[2], "another start", 240)
     reached = max(job.losses(), default=0)
     until(lambda: max(job.losses(), default=0) > reached or job.state == "COMPLETED", "a step")
     cluster.start_node("n2")  # Slurm ends no job before it has heard of each node

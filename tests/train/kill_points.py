@@ -12,8 +12,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-import torch._dynamo  # noqa: F401  # else each rank of sharded parameters would import it
-
 from megamix.checkpoint import in_memory, mirror, slots
 from megamix.checkpoint.folder import Files
 from megamix.checkpoint.mirror import SharedSlot
