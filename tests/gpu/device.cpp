@@ -359,6 +359,7 @@ TORCH_LIBRARY(simulated, m) {
   m.def("reset_peak(int device) -> ()", [](int64_t device) { std::lock_guard hold(lock); peak[device] = live[device]; });
   m.def("contexts() -> int[]", []() { std::lock_guard hold(lock); return std::vector<int64_t>(contexts.begin(), contexts.end()); });
   m.def("enter() -> ()", []() { enter(current); });
+  m.def("pin(int place, int size) -> ()", [](int64_t place, int64_t size) { std::lock_guard hold(lock); pinned[(char*)place] = size; });
   m.def("issued() -> int", []() { return issued(); });
   m.def("landed() -> int", []() { std::lock_guard hold(lock); return landed; });
   m.def("land(int until) -> ()", [](int64_t until) { land(until); });

@@ -98,6 +98,14 @@ class Stream:
     def __init__(self, device=None):
         pass
 
+    def wait_stream(self, other):
+        pass
+
+    def synchronize(self):
+        ops.enter()
+        note_wait("synchronize of a stream")
+        ops.land(ops.issued())
+
 
 def synchronize(device=None):
     note_wait("synchronize of a device")
@@ -163,6 +171,8 @@ vars(torch.cuda).update(
     Event=Event,
     Stream=Stream,
     stream=lambda stream: nullcontext(),
+    current_stream=lambda device=None: Stream(),
+    cudart=lambda: SimpleNamespace(cudaHostRegister=lambda place, size, flags: ops.pin(place, size)),
 )
 torch._C._cuda_getCurrentRawStream = lambda index: 0  # Dynamo imports it
 torch.cuda.nccl.version = lambda: (2, 28, 9)

@@ -6,6 +6,7 @@ layer and micro-batch, and not again where backward repeats a forward. In FP16 a
 """
 
 import json
+import shutil
 import signal
 from collections import Counter
 from itertools import pairwise
@@ -20,6 +21,7 @@ from tests.builders import run_on_ranks, tiny_job
 from tests.gpu.pools import processes_with_gpus
 from tests.launch import test_signals, test_watchdog
 from tests.model.grouped import grouped_products
+from tests.train import test_mirror
 from tests.train.outcome import differences, end_of
 from tests.train.recorded import Record, attempts_recorded
 
@@ -158,3 +160,33 @@ def test_a_step_reads_the_numbers_of_rows_where_ranks_exchange_them_and_nothing_
         others = {at: count for at, count in waits.items() if not at.startswith(READOUT) and " tests/" not in at}
         assert sum(others.values()) == reads * layers * micro_batches * FEW, others
         assert all(f"copy_ to the host at megamix/{reader}.py" in wait for wait in others), others
+
+
+def _waits_of_mirrored(config):
+    seen = []
+    with attempts_recorded(Record(), noting(seen, (FIRST, FIRST + STEADY))):
+        run_on_ranks(config)
+    ((before, behind),) = pairwise(seen)
+    return behind - before
+
+
+def test_a_mirror_waits_for_the_outcome_and_its_counters_and_beside_the_loop_for_the_copy(gpu_ranks, data, tmp_path):
+    config = _job(tmp_path, data, steps=FIRST + STEADY + 1, log_interval=1000, mirror=1)
+    for waits in gpu_ranks(_waits_of_mirrored, 2, config):
+        by_place = Counter()
+        for wait, count in waits.items():
+            by_place[wait.partition(" at megamix/")[2].partition(":")[0]] += count
+        copies = by_place.pop("checkpoint/mirror.py")  # a thread waits for them, the last one perhaps not yet
+        assert STEADY - 1 <= copies <= STEADY + 1
+        assert by_place == {"mixed_precision/step.py": STEADY, "checkpoint/snapshot.py": 5 * STEADY}
+
+
+def test_a_run_goes_on_from_the_copies_that_a_gpu_has_made(gpu_ranks, tmp_path):
+    dies, whole = (test_mirror._made(tmp_path / name) for name in ("dies", "whole"))
+    gpu_ranks(test_mirror._start, 2, test_mirror._config(whole, "dp 2", mirror=0), whole)
+    config = test_mirror._config(dies, "dp 2", async_save=False)
+    gpu_ranks(test_mirror._crash, 2, config, dies)
+    shutil.rmtree(dies / "run/checkpoints")
+    said, _ = gpu_ranks(test_mirror._start, 2, config, dies)
+    assert "goes on from memory" in said
+    assert test_mirror._differences(dies, whole) == []

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megamix import AdamW, Precision, ShardedEngine, Sharding
+from megamix.checkpoint.snapshot import buffer_parts, owned_parts
 from megamix.config import load_config
 from megamix.mixed_precision import census, fused_update, module_state
 from megamix.mixed_precision import engine as engine_module
@@ -129,6 +130,12 @@ def test_a_step_is_some_hundred_operations_however_many_elements():
     assert 0 < checked - step <= 600  # five for each 16 Mi elements, seven for each bucket
     (_, small), (_, large) = (_count(scale, compiled=False, num_layers=1)[1] for scale in (1, 2))
     assert small == large > 0
+
+
+def test_a_mirror_is_a_copy_for_each_parameter_and_state():
+    with _an_engine(Operations(), 1, True, LAYERS) as engine:
+        copies = len([*owned_parts(engine), *buffer_parts(engine)])
+    assert copies == 3 * 146  # master and two moments
 
 
 def test_an_examined_step_is_some_thousand_operations_more():
