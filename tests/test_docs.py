@@ -69,7 +69,7 @@ def test_pages_can_be_read():
     assert [page for page, count in words.items() if count < 250 or count > 5000] == []
     assert words[DOCS / "design.md"] <= 4000
     tables = [*DOCS.glob("*.csv"), *DOCS.glob("studies/figures/*.txt")]
-    assert sum(words.values()) + sum(len(path.read_text(encoding="utf-8").split()) for path in tables) <= 58_900
+    assert sum(words.values()) + sum(len(path.read_text(encoding="utf-8").split()) for path in tables) <= 59_100
 
 
 def test_the_page_of_promises_names_each_room_and_is_a_page():
