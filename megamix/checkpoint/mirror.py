@@ -9,6 +9,7 @@ import mmap
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -127,7 +128,7 @@ class Mirror:
             raise error
 
     def start(self, snapshot: Snapshot) -> Snapshot:
-        """Return a snapshot of the copy of this instant, as `HostCopy.start` does. `saved` must follow."""
+        """Return a snapshot of the copy of this instant, as `HostCopy.start` does. `read` must follow."""
         run = snapshot.manifest.run
         if self._at != run.progress["attempts"]:
             self.take(run)
@@ -136,14 +137,15 @@ class Mirror:
         copied = {key_of(part): part for part in self._views(self._slots[self._saving])}
         return replace(snapshot, parts=[copied[key_of(part)] for part in snapshot.parts])
 
-    def wait(self) -> None:
-        """Wait until the copy of a snapshot is complete. Any thread may call it."""
+    @contextmanager
+    def read(self) -> Iterator[None]:
+        """Wait until the copy of a snapshot is complete, which stays until the end of the block. Any thread may call
+        it.
+        """
         if (thread := self._thread) is not None:
             thread.join()
-
-    def saved(self) -> None:
-        """Let the slot go from which a save has written."""
-        self._saving = None
+        yield
+        self._saving = None  # if the save has failed, the slot stays until the next one
 
     def _share(self) -> list[Part]:
         """Return all that this rank has, so that a rank in its place needs no other file."""

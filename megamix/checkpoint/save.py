@@ -167,11 +167,11 @@ class Saver:
     def _write(self, snapshot: Snapshot) -> Path | None:
         """Write the snapshot, and return the checkpoint's path; None if the save failed."""
         try:
-            self._copy.wait()
-            leads = self._all_or_none.rank == 0 and self.folder.is_dir()
-            if leads and snapshot.largest_size > self._files.free_space(self.folder):  # an earlier keep was larger
-                remove_old(self.folder, self._keep, None, self._files, self._stays)
-            path = save(self.folder, snapshot, self._all_or_none, self._files)
+            with self._copy.read():
+                leads = self._all_or_none.rank == 0 and self.folder.is_dir()
+                if leads and snapshot.largest_size > self._files.free_space(self.folder):  # an earlier keep was larger
+                    remove_old(self.folder, self._keep, None, self._files, self._stays)
+                path = save(self.folder, snapshot, self._all_or_none, self._files)
         except Exception as error:  # otherwise the error would end in this thread, unseen
             self._failed(error)
             return None

@@ -6,6 +6,7 @@ does not change.
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import get_args
@@ -233,9 +234,11 @@ class HostCopy:
             self._copied.record()
         return replace(snapshot, parts=parts)
 
-    def wait(self) -> None:
-        """Wait until the copy is complete. Any thread may call it."""
+    @contextmanager
+    def read(self) -> Iterator[None]:
+        """Wait until the copy is complete, which can be read in the block. Any thread may call it."""
         if self._copied is not None:
             # Each thread has its own current device: without this line, waiting would open a context on GPU 0.
             torch.cuda.set_device(self._device)
             self._copied.synchronize()
+        yield

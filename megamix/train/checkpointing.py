@@ -175,7 +175,6 @@ class RunCheckpoints:
         return keep_every > 0 and update > 0 and update % keep_every == 0 and path == last
 
     def _saved(self, path: Path) -> None:
-        self._let_copy_go()
         self._newest, self._path = self._under_way, path
         self._took_s = time.perf_counter() - self._start_s
         self._note("save_end", saved=applied_updates(path), took_s=round(self._took_s, 3))
@@ -184,16 +183,11 @@ class RunCheckpoints:
             copier.wake()
 
     def _failed(self, error: Exception) -> None:
-        self._let_copy_go()
         self._error = error
         self._note("save_end", error=str(error))
         self._console.line(f"checkpoint NOT saved: {error}")
         if self._section.on_save_failure == "stop":
             self._leave.ask(SAVE_FAILED)
-
-    def _let_copy_go(self) -> None:
-        if self._mirror is not None:
-            self._mirror.saved()
 
 
 def _place(progress: Progress) -> tuple[int, int]:

@@ -70,7 +70,7 @@ def test_sizes_of_blocks(size, blocks):
 def test_a_thread_waits_on_the_gpu_that_copies(gpu):
     copy = HostCopy()
     copy.start(snapshot(6_400))
-    thread = threading.Thread(target=copy.wait)
+    thread = threading.Thread(target=copy.read().__enter__)
     thread.start()
     thread.join()
     assert gpu["waited on"] == [1]
