@@ -54,21 +54,15 @@ class InMemory:
         the shares of those that kept a state, if they are as many.
         """
         rank, leads = self._world.rank, self._here[0] == self._world.rank
-        told = self._all_or_none.every(lambda: [[*it.version, it.rank, [*it.twins]] for it in self._own()] * leads)
-        versions = sorted({(*slot[:3],) for slots in told for slot in slots}, reverse=True)
+        told = self._all_or_none.every(lambda: [[*it.version, it.rank] for it in self._own()] * leads)
+        slots = {(*slot,) for of_rank in told for slot in of_rank}
+        versions = sorted({slot[:3] for slot in slots}, reverse=True)
         for version in versions:
             # The first rank writes the log of a step before it keeps the state, and before it takes another step.
-            kept = {slot[3] for slots in told for slot in slots if (*slot[:3],) == version}
-            if version == versions[0] and 0 not in kept:
+            if version == versions[0] and (*version, 0) not in slots:
                 self.why = f"that of attempt {version[0]} may lack its row of the log"
                 continue
-            bad = self._all_or_none.every(partial(self._bad, version))
-            held = {node: _Twins() for node in self._nodes}
-            for node, slots in zip(self._nodes, told, strict=True):
-                held[node] |= {slot[3]: slot[4] for slot in slots if (*slot[:3],) == version}
-            for node, names in zip(self._nodes, bad, strict=True):
-                held[node] = {one: twins for one, twins in held[node].items() if one not in names}
-            ranks = {*range(version[2])}
+            held, ranks = self._held(version), {*range(version[2])}
             if lost := ranks - set[int]().union(*map(_owners, held.values())):
                 self.why = self.why or f"that of attempt {version[0]} lacks the share of rank {min(lost)}"
                 continue
@@ -94,10 +88,23 @@ class InMemory:
     def _is_alike(self, version: Version, is_alike: Callable[[Manifest], bool]) -> bool:
         return all(is_alike(record.manifest) for record in self._of(version)[:1])
 
-    def _bad(self, version: Version) -> list[int]:
-        """Return the ranks whose slots on this node are not as written. The ranks of a node share the work."""
+    def _held(self, version: Version) -> dict[str, _Twins]:
+        """Return by node which slots of an instant are as written. The ranks of a node share the work."""
         mine = self._of(version)[self._here.index(self._world.rank) :: len(self._here)]
-        return [record.rank for record in mine if not _is_sound(self._home / f"{record.name}{TENSORS}", record.total)]
+        sound = self._all_or_none.every(lambda: [[it.rank, [*it.twins]] for it in mine if self._is_sound(it)])
+        held = {node: _Twins() for node in self._nodes}
+        for node, slots in zip(self._nodes, sound, strict=True):
+            held[node] |= dict(slots)
+        return held
+
+    def _is_sound(self, record: SlotRecord) -> bool:
+        try:
+            return sum_words(torch.from_numpy(np.memmap(self._path(record), np.uint8, "c"))) == record.total
+        except (OSError, ValueError):  # ValueError: an empty file
+            return False
+
+    def _path(self, record: SlotRecord) -> Path:
+        return self._home / f"{record.name}{TENSORS}"
 
     def _fetch(self, version: Version, held: Mapping[str, _Twins]) -> None:
         """Bring to each node the shares of its ranks."""
@@ -111,7 +118,7 @@ class InMemory:
             giver = self._nodes.index(source)
             if self._world.rank == giver:
                 record = records[share]
-                data = torch.from_file(str(self._home / f"{record.name}{TENSORS}"), size=record.size, dtype=torch.uint8)
+                data = torch.from_file(str(self._path(record)), size=record.size, dtype=torch.uint8)
                 messages.wait(messages.send(rank, record.model_dump_json(by_alias=True), data))
             if self._world.rank == rank:
                 record = SlotRecord.from_json(text := messages.announced(giver))
@@ -125,7 +132,7 @@ class InMemory:
         stored = dict[tuple[str, str], list[Stored]]()
         records = [record for record in self._of(version) if record.rank in shares]
         for record in records:
-            for param, state, place in read_header(self._home / f"{record.name}{TENSORS}"):
+            for param, state, place in read_header(self._path(record)):
                 boxes = stored.setdefault((param, state), [])
                 if all(place.box != other.box for other in boxes):  # twins have the same, and all ranks have buffers
                     boxes.append(place)
@@ -137,10 +144,3 @@ class InMemory:
 
 def _owners(held: _Twins) -> set[int]:
     return {rank for twins in held.values() for rank in twins}
-
-
-def _is_sound(path: Path, total: int) -> bool:
-    try:
-        return sum_words(torch.from_numpy(np.memmap(path, np.uint8, "c"))) == total
-    except (OSError, ValueError):  # ValueError: an empty file
-        return False
