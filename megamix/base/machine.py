@@ -141,14 +141,15 @@ def native_halves() -> frozenset[torch.dtype]:
     return ways[chosen]
 
 
-def set_torch_environment(ranks: int, *, deterministic: bool = False) -> None:
+def set_torch_environment(ranks: int | None, *, deterministic: bool = False) -> None:
     """Set torch's and NCCL's variables for a machine with `ranks` ranks, except those that the user has set. Call it
-    before torch is loaded, which reads them once.
+    before torch is loaded, which reads them once. `ranks`: None if nobody knows yet.
 
     Each rank gets its share of the cores. With more threads than cores the ranks wait for each other's threads: two
     ranks with two threads each on two cores reached 30 % of the speed of two ranks with one thread each.
     """
-    more = {"OMP_NUM_THREADS": str(max(1, num_cores() // ranks)), **(DETERMINISTIC if deterministic else {})}
+    threads = {} if ranks is None else {"OMP_NUM_THREADS": str(max(1, num_cores() // ranks))}
+    more = threads | (DETERMINISTIC if deterministic else {})
     for (name, former), value in (_TORCH | {(name, ""): value for name, value in more.items()}).items():
         if former not in os.environ:
             os.environ.setdefault(name, value)

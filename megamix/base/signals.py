@@ -6,7 +6,7 @@ launcher without ranks  ends with 75, and says that no rank had started         
 launcher with ranks     tells each rank, and kills it after a time; not after    signals_passed_on
                         SIGUSR1
 launcher after them     nothing: it is about to end as they have                 signals_passed_on
-warm process            ignores them                                             ignore_noted
+warm process            nothing: the launcher tells its ranks                    leave_signals_to_launcher
 rank before it joins    dies: nothing has begun, and the launcher ends with 75   ctrl_c_kills
 rank from then on       notes it: all ranks end after one update, save, and      signals_noted
                         end with 75 (`Trainer.train`); a third SIGINT aborts
@@ -216,20 +216,18 @@ def _faults_of_the_ended() -> int:
 # The process from which a launcher forks its ranks.
 
 
-def ignore_noted() -> list[signal.Signals]:
-    """Ignore what ranks note from here on, and return it for `noted_again`: the launcher tells the ranks."""
+def leave_signals_to_launcher() -> None:
+    """Take no signal from here on, in a fork of a launcher, which tells the ranks."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, NOTED)
     if (wake := signal.set_wakeup_fd(-1)) >= 0:
         os.close(wake)  # the launcher's thread ends when nobody has it open
-    numbers = [number for number in NOTED if signal.getsignal(number) != signal.SIG_IGN]
-    for number in numbers:
-        signal.signal(number, signal.SIG_IGN)
-    return numbers
 
 
-def noted_again(numbers: Iterable[signal.Signals]) -> None:
-    """Let these signals end this process again, which is a rank now, until it notes them."""
-    for number in numbers:
+def noted_again() -> None:
+    """Let signals end this process, which is a rank now, until it notes them; also those since its fork."""
+    for number in _to_note():
         signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, NOTED)
 
 
 # A verb other than train, and the processes that it starts.

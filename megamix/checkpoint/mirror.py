@@ -7,6 +7,7 @@ neighbours is that of Gemini (Wang et al., SOSP 2023).
 
 import mmap
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megamix.base.console import say
 from megamix.base.durable import write_text
 from megamix.checkpoint.manifest import RunRecord
 from megamix.checkpoint.slots import RECORD, TENSORS, SlotRecord, remove_slot
@@ -57,7 +59,10 @@ class SharedSlot:
         self._record.unlink(missing_ok=True)
 
     def close(self, record: str) -> None:
-        write_text(self._record, record)
+        try:
+            write_text(self._record, record)
+        except OSError as error:  # another program has filled the memory
+            say(f"megamix train: a mirror is NOT whole: {error}", sys.stderr)
 
 
 class Mirror:
@@ -150,6 +155,9 @@ class Mirror:
     def _share(self) -> list[Part]:
         """Return all that this rank has, so that a rank in its place needs no other file."""
         buffers = [replace(part, tensor=part.tensor.contiguous()) for part in buffer_parts(self._engine)]
+        if self._stream is not None:  # the next forward, which may move a buffer, runs beside the copy
+            moving = {entry.name for entry in self._engine.plan.entries.buffers}
+            buffers = [replace(it, tensor=it.tensor.clone()) if it.param in moving else it for it in buffers]
         return sorted([*self._owned, *buffers], key=lambda part: -part.tensor.itemsize)  # as in a checkpoint
 
     def _name(self, rank: int, slot: int) -> str:

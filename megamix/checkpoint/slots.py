@@ -58,7 +58,7 @@ def home_of(folder: Path) -> Path:
 def records_in(home: Path) -> list[SlotRecord]:
     """Return the records of whole slots, the newest first."""
     found = list[SlotRecord]()
-    for path in home.glob(f"*{RECORD}"):
+    for path in home.glob(f"*{RECORD}") if _is_own(home) else ():
         with suppress(OSError, ValueError, LookupError):  # of another version
             record = SlotRecord.from_json(path.read_bytes())
             if record.version and path.stem == record.name:
@@ -66,11 +66,20 @@ def records_in(home: Path) -> list[SlotRecord]:
     return sorted(found, key=lambda record: record.version, reverse=True)
 
 
+def _is_own(home: Path) -> bool:
+    """Return whether this user has made the folder: anybody can make one in shared memory first."""
+    with suppress(OSError):
+        return home.lstat().st_uid == os.getuid() and not home.is_symlink()
+    return False
+
+
 @contextmanager
 def held_home(folder: Path) -> Iterator[Path]:
     """Make the run's folder in shared memory, and keep others from removing it until the end of the block."""
     home = home_of(folder)
     home.mkdir(mode=0o700, exist_ok=True)
+    if not _is_own(home):
+        raise PermissionError(f"{home} is another user's, or a link; remove it, or name another folder in MEGAMIX_SHM")
     descriptor = os.open(home / _RUN, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         lock_file(descriptor, fcntl.LOCK_SH)

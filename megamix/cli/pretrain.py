@@ -24,11 +24,12 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 from megamix.base.console import end_process, say, say_phase
-from megamix.base.machine import has_gpu, many_imports, memory_for_each
+from megamix.base.machine import has_gpu, many_imports, memory_for_each, set_torch_environment
 from megamix.cli import train, verbs
 from megamix.config import Config, ConfigError
 from megamix.launch.agent import Agent, Machines
@@ -97,7 +98,8 @@ def start_ranks(
     with many_imports():
         train.load(config)
         if config.optimizer.compile:
-            try_compiler()
+            with suppress(Exception):  # a rank says why it cannot compile
+                try_compiler()
         source()  # for all ranks
     from megamix.launch.rendezvous import keep_to_loopback  # imports torch
 
@@ -128,16 +130,13 @@ def _gpus() -> int:
     """Return the number of GPUs that torch can use. Another process counts them: ranks are forked from this one, which
     must leave CUDA alone. Raises: as `_import_torch`.
     """
+    set_torch_environment(None)
     _import_torch()
     import torch
 
-    reading, writing = os.pipe()
-    if os.fork() == 0:
-        os.write(writing, str(torch.cuda.device_count() if torch.cuda.is_available() else 0).encode())
-        os._exit(0)
-    os.close(writing)
-    with open(reading) as told:
-        return int(told.read() or 0)
+    if (pid := os.fork()) == 0:
+        os._exit(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def _import_torch() -> None:

@@ -4,7 +4,7 @@ and no engine. Begin with `torchrun`.
 exit_status  the states at a run's end, their exit statuses, and the errors that end one early
 torchrun     torchrun's launcher, but with the exit status of the ranks
 warm         a process from which ranks are forked, with all that they need loaded
-agent        the launcher of a job's ranks, which starts them again after a failure
+agent        the launcher of a job's ranks, which starts them again after one was killed
 rendezvous   the store in which the ranks of one machine meet, out of reach of other machines
 liveness     messages of the ranks beside their collectives
 watchdog     the end of a rank when another one is dead or hung

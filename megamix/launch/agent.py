@@ -1,7 +1,8 @@
 """The launcher of a job's ranks on this machine. It forks them from a warm process, ends with their exit status, and
-starts them again after a failure, if they are the whole job.
+starts them again after one was killed, if they are the whole job.
 """
 
+import os
 import signal
 import sys
 import threading
@@ -15,7 +16,7 @@ from megamix.launch.exit_status import EXIT_STATUS
 from megamix.launch.ledger import BEGAN, boot_s
 from megamix.launch.run_status import read_status
 from megamix.launch.torchrun import Ended, status_of
-from megamix.launch.warm import WarmProcess
+from megamix.launch.warm import WarmProcess, ranks_of
 
 # Seconds that ranks have to end, and to say why, after another one has failed. They notice it within one.
 _LEFT_BEHIND_S = 3.0
@@ -42,10 +43,11 @@ class Agent:
         self._warm, self._machines, self._request, self._began_s = warm, machines, request, began_s
 
     def run(self, folder: Path) -> int:
-        """Run the ranks to their end, and start them again while that helps. Return the exit status.
+        """Run the ranks to their end, and start them again each time that one is killed. Return the exit status.
 
-        `folder`: the run's. It tells whether a start has got anywhere: a run that does not gives up by itself.
+        `folder`: the run's. A run that gets no further gives up by itself.
         """
+        was_begun = False
         while not self._request.reason:
             before = read_status(folder)
             kills = kernel_kills()
@@ -55,10 +57,12 @@ class Agent:
             was_killed = -signal.SIGKILL in (one.code for one in ended)
             status = status_of(ended[0], was_killed, kills, self._request)
             now = read_status(folder)
-            helps = now.starts > before.starts and (ended[0].code < 0 or now.update > now.start)
-            if status != EXIT_STATUS["failed"] or self._machines.number > 1 or not helps:
+            had_begun, was_begun = was_begun, now.starts > before.starts
+            helps = ended[0].code < 0 and self._machines.number == 1 and (was_begun or had_begun)
+            if status != EXIT_STATUS["failed"] or not helps:
                 return status
-            say(f"megamix: starting the ranks again after update {now.update}", sys.stderr)
+            if not self._request.reason:
+                say(f"megamix: starting the ranks again after update {now.update}", sys.stderr)
             self._began_s = boot_s()
         return PREEMPTED
 
@@ -76,21 +80,20 @@ class Agent:
         }  # fmt: skip
         first = machines.this * machines.ranks
         places = [common | {"RANK": first + local, "LOCAL_RANK": local} for local in range(machines.ranks)]
-        alive = {*self._warm.start([{name: str(value) for name, value in place.items()} for place in places])}
+        self._warm.start([{name: str(value) for name, value in place.items()} for place in places])
         self._request.begun = True
         failed = list[Ended]()
-        hurry = threading.Timer(_LEFT_BEHIND_S, lambda: send(signal.SIGKILL, [*alive]))
+        hurry = threading.Timer(_LEFT_BEHIND_S, lambda: send(signal.SIGKILL, ranks_of(os.getpid())))
         hurry.daemon = True
+        if self._request.reason:  # while there were none to tell
+            send(self._request.reason, ranks_of(os.getpid()))
         for ended in self._warm.ends():
-            alive.discard(ended.pid)
             if ended.code not in _ALIKE and all(one.code in _ALIKE for one in failed):
                 hurry.start()
-                send(signal.SIGTERM, [*alive])
+                send(signal.SIGTERM, ranks_of(os.getpid()))
             if ended.code:
                 failed.append(ended)
         hurry.cancel()
-        if alive:  # the warm process was killed, and its ranks leave as they notice
-            failed.append(Ended(0, min(alive), EXIT_STATUS["failed"]))
         if not failed and machines.number > 1:
             leave_meeting(store, machines.number, machines.this)
         return failed

@@ -5,11 +5,10 @@ from pathlib import Path
 
 from megamix.checkpoint.slots import SHARED, Kept, all_kept, home_of, kept_in, remove_home
 from megamix.launch.run_folder import newest_update
-from megamix.launch.run_status import read_status
 
 
 def remove_stale(own: Path) -> None:
-    """Remove what other runs have left, if their folder is gone, they are done, or a checkpoint is as new."""
+    """Remove what other runs have left, if their folder is gone or a checkpoint is as new."""
     for kept in all_kept():
         if kept.home != own and _is_stale(kept):
             remove_home(kept.home)
@@ -39,7 +38,4 @@ def clear(folder: Path) -> str:
 
 
 def _is_stale(kept: Kept) -> bool:
-    if kept.lives:
-        return False
-    is_done = read_status(kept.folder).state in ("finished", "gave_up")
-    return not kept.folder.is_dir() or is_done or newest_update(kept.folder) >= kept.update
+    return not kept.lives and (not kept.folder.is_dir() or newest_update(kept.folder) >= kept.update)

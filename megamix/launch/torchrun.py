@@ -16,7 +16,7 @@ from typing import NamedTuple
 from megamix.base.console import drop_unwritten, open_streams, say
 from megamix.base.machine import kernel_kills
 from megamix.base.processes import children_of
-from megamix.base.signals import NOTED, PREEMPTED, LeaveRequest, signals_passed_on
+from megamix.base.signals import INTERRUPTED, NOTED, PREEMPTED, LeaveRequest, signals_passed_on
 from megamix.config import ConfigError
 from megamix.launch.exit_status import NO_MEMORY, NoAnswerError
 
@@ -80,7 +80,7 @@ def status_of(first: Ended, was_killed: bool, kills: int, request: LeaveRequest)
     elif status < 0 and -status not in NOTED:
         say(f"megamix: rank {first.rank} (pid {first.pid}) was killed by {signal.Signals(-status).name}", sys.stderr)
     # A rank that a signal to leave has killed directly was still starting, so nothing is lost.
-    return PREEMPTED if -status in NOTED or request.left_s() <= 0 else max(status, 1)
+    return PREEMPTED if -status in NOTED or status == INTERRUPTED or request.left_s() <= 0 else max(status, 1)
 
 
 if __name__ == "__main__":

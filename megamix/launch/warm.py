@@ -9,11 +9,11 @@ import select
 import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NoReturn
+from contextlib import suppress
 
 from megamix.base.console import end_process
 from megamix.base.processes import children_of
-from megamix.base.signals import INTERRUPTED, ignore_noted, noted_again
+from megamix.base.signals import INTERRUPTED, PREEMPTED, leave_signals_to_launcher, noted_again
 from megamix.launch.torchrun import Ended
 
 _POLL_S = 0.01
@@ -30,22 +30,30 @@ class WarmProcess:
         self._link, theirs = socket.socketpair()
         if os.fork() == 0:
             self._link.close()
-            _serve(theirs, main)
+            try:
+                _serve(theirs, main)
+            except BaseException:  # such as no room for another process
+                sys.excepthook(*sys.exc_info())
+            finally:
+                os._exit(1)
         theirs.close()
         self._told = self._link.makefile("r")
 
-    def start(self, environments: Sequence[Mapping[str, str]]) -> list[int]:
-        """Start ranks with these variables, and return their pids. All that were started before have ended."""
-        self._link.sendall(f"{json.dumps([dict(one) for one in environments])}\n".encode())
-        return [int(pid) for pid in json.loads(self._told.readline() or "[]")]
+    def start(self, environments: Sequence[Mapping[str, str]]) -> None:
+        """Start ranks with these variables. All that were started before have ended."""
+        with suppress(BrokenPipeError):
+            _tell(self._link, [dict(one) for one in environments])
+        self._told.readline()
 
     def ends(self) -> Iterator[Ended]:
-        """Yield each rank that ends, as it does so, until all have ended."""
-        for line in self._told:
-            told = json.loads(line)
-            if not told:
+        """Yield each rank that ends, as it does so, until all have ended. If this process dies, its ranks do so, too,
+        in their own time: an end by PREEMPTED follows.
+        """
+        for line in self._told:  # as long as a rank has its end open
+            if not (told := json.loads(line)):
                 return
             yield Ended(*told)
+        yield Ended(0, 0, PREEMPTED)
 
 
 def ranks_of(launcher: int) -> list[int]:
@@ -53,20 +61,19 @@ def ranks_of(launcher: int) -> list[int]:
     return [rank for warm in children_of(launcher) for rank in children_of(warm)]
 
 
-def _serve(link: socket.socket, main: Callable[[], int]) -> NoReturn:
+def _serve(link: socket.socket, main: Callable[[], int]) -> None:
     gc.freeze()  # ranks need not walk what is loaded, nor copy it
     os.setsid()  # a terminal's Ctrl-C goes to the launcher, which tells the ranks
-    noted = ignore_noted()
+    leave_signals_to_launcher()
     for line in link.makefile("r"):
         ranks = dict[int, int]()
         for number, environment in enumerate(json.loads(line)):
             if (pid := os.fork()) == 0:
-                link.close()
-                noted_again(noted)
+                noted_again()
                 os.environ.update(environment)
                 end_process(_status_of(main))
             ranks[pid] = number
-        _tell(link, [*ranks])
+        _tell(link, "all are up")
         while ranks:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid:
@@ -74,7 +81,6 @@ def _serve(link: socket.socket, main: Callable[[], int]) -> NoReturn:
             elif select.select([link], [], [], _POLL_S)[0]:  # the launcher says nothing meanwhile: it is dead
                 os._exit(1)
         _tell(link, [])
-    os._exit(0)
 
 
 def _status_of(main: Callable[[], int]) -> int:

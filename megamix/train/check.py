@@ -28,7 +28,7 @@ from megamix.config.problems import short
 from megamix.config.sections import CheckpointConfig
 from megamix.config.toml_text import value_text
 from megamix.data import installing
-from megamix.launch.run_folder import BEGIN_ANEW, CONFIG, MARKS, RESUME_WORDS, WEIGHTS, copy_problems
+from megamix.launch.run_folder import BEGIN_ANEW, CONFIG, MARKS, RESUME_WORDS, WEIGHTS, copy_problems, in_memory
 from megamix.train.corpus import JobCorpus
 
 
@@ -93,7 +93,7 @@ def folder_problems(config: Config) -> list[str]:
     """Return the reasons why a run cannot write to its folder, one line each."""
     folder, path = config.checkpoint.folder, Path(config.checkpoint.folder)
     if config.checkpoint.resume != "never":
-        if checkpoints(path / CHECKPOINTS):
+        if checkpoints(path / CHECKPOINTS) or in_memory(config.checkpoint):
             return []
         if set_aside(path / CHECKPOINTS):
             back = f"megamix checkpoint ls {folder} says which of them are whole nevertheless"

@@ -91,8 +91,7 @@ class RunCheckpoints:
         Raises: SaveFailedError on every rank.
         """
         self._saver.finish()  # a save that is under way uses the same group
-        if self._mirror is not None:
-            self._all_or_none.every(self.finish_mirror)
+        self._all_or_none.every(self.finish_mirror)
         self._begin(progress, beside=False)
         self._saver.finish()  # no later save would remove unfinished files
         if self._error is not None:

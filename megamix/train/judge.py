@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megamix.checkpoint.folder import CHECKPOINTS, MANIFEST, checkpoints
 from megamix.checkpoint.manifest import Manifest, RunRecord, check_size, read_manifest
-from megamix.checkpoint.slots import SHARED
+from megamix.checkpoint.slots import home_of
 from megamix.config import Config, ConfigError, DecoderConfig, Pace, first_weights
 from megamix.launch.run_folder import RESUME_WORDS, checkpoint_words, nothing_saved
 from megamix.launch.run_lock import refuse_held
@@ -35,7 +35,7 @@ class Judge:
         section, pace, applied = self._config.checkpoint, self._config.pace, manifest.applied_updates
         if applied > pace.steps:
             raise ConfigError([self._shorter(path, applied)], "job")
-        own = path.parent in (self._folder, SHARED)
+        own = path.parent == self._folder or path == home_of(self._folder.parent)
         since = changes(path, manifest, self._record, own=own, surgery=bool(section.begin_anew))
         lines = since.told
         optimizer_changed = any(line.startswith("optimizer.") for line in lines)
@@ -95,7 +95,9 @@ class Judge:
         if pace.in_tokens:
             name, got, least = "tokens", f"{training.tokens}, {pace.steps} updates", pace.tokens(applied)
         fix = f"{least} or more, or another checkpoint.folder to begin a new run"
-        if path.parent != self._folder:
+        if path == home_of(self._folder.parent):
+            fix = f"{least} or more, or go back to a checkpoint: megamix status {self._folder.parent} --clear"
+        elif path.parent != self._folder:
             fix = f"{least + 1} or more"
         return f"training.{name}: got {got}, but {path} is after update {applied}; write {name} = {fix}"
 

@@ -32,9 +32,9 @@ def build_mirror(
     ranks, world = run.ranks, run.ranks.topology.world
     home = files.enter_context(held_home(run.folder))
     began, start = ranks.all_or_none.first(lambda: [began_s(run.folder), run.journal.starts])
-    nodes = ranks.all_or_none.every(node_of_process)
     twins = tuple(ranks.topology.replicas.ranks)
-    takers = [_taker(nodes, rank, its) for rank, its in enumerate(ranks.all_or_none.every(lambda: twins))]
+    nodes, shares = zip(*ranks.all_or_none.every(lambda: (node_of_process(), twins)), strict=True)
+    takers = [_taker(nodes, rank, its) for rank, its in enumerate(shares)]
     left = list[str]()
     if nodes.index(nodes[world.rank]) == world.rank:  # the first rank of this node
         remove_stale(home)
@@ -70,10 +70,8 @@ def _of_earlier_starts(home: Path, loaded: Checkpoint | None) -> list[str]:
     """Remove the slots of earlier starts on this node, but those of the instant that this start has loaded. Return the
     names of these.
     """
-    stored = loaded.stored.values() if loaded is not None and loaded.path == home else ()
-    files, records = {Path(place.file).stem for places in stored for place in places}, records_in(home)
-    instants = {record.version for record in records if record.name in files}
-    left = [record.name for record in records if record.version in instants]
+    run = loaded.manifest.run if loaded is not None and loaded.path == home else None
+    left = [record.name for record in records_in(home) if record.manifest.run == run]
     for name in {path.stem for path in home.glob("start_*")} - {*left}:
         remove_slot(home, name)
     return left

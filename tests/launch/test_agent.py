@@ -1,9 +1,10 @@
-"""The launcher of a job starts its ranks again after a failure that another start may mend, and after no other."""
+"""The launcher of a job starts its ranks again after one was killed, and after no other failure."""
 
 import os
 import signal
 import time
 from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -19,12 +20,16 @@ def _rank(folder, starts):
     """Be a rank: the first one makes the updates of this start and ends as it says; the second one waits."""
     if os.environ["RANK"] == "1":
         time.sleep(DEADLINE_S)
+    tried = len([*folder.glob("tried *")])
+    (folder / f"tried {tried}").touch()
+    if starts[tried] is None:  # it dies before anybody has heard of it
+        os.kill(os.getpid(), signal.SIGKILL)
     step = 0
     journal = Journal(folder, Ledger(boot_s()), lambda: Reached(step, 0))
     before = read_rows(folder)
     step = before[-1]["step"] if before else 0
     journal.open(steps=9)
-    updates, end = starts[journal.starts - 1]
+    updates, end = starts[tried]
     step += updates
     journal.tell("first_step")
     if end < 0:
@@ -42,14 +47,16 @@ def _launch(folder, starts, ranks, status):
     [
         ([(3, -9), (0, -9), (2, 2)], 2, 2),  # the second rank is told each time
         ([(3, -9), (0, -9), (2, -9), (1, 0)], 1, 0),
-        ([(3, 1), (1, 1), (0, 1)], 1, 1),  # an error that comes again
-        ([(0, 1)], 1, 1),
+        ([(3, -9), None, (2, 2)], 2, 2),  # killed again while it started
+        ([(3, -9), None, None], 1, 1),
+        ([None], 1, 1),
+        ([(3, 1)], 1, 1),  # an error of Python's may come again
         ([(0, -9), (0, 3)], 1, 3),
         *([[(3, end)], 1, end] for end in (2, 3, 4)),
         ([(3, -signal.SIGTERM)], 1, 75),
     ],
 )
-def test_ranks_start_again_if_one_was_killed_or_they_had_got_further(tmp_path, starts, ranks, status):
+def test_ranks_start_again_if_one_was_killed(tmp_path, starts, ranks, status):
     context = forkserver()
     told = context.SimpleQueue()
     process = context.Process(target=_launch, args=(tmp_path, starts, ranks, told))
@@ -57,4 +64,25 @@ def test_ranks_start_again_if_one_was_killed_or_they_had_got_further(tmp_path, s
     process.join(DEADLINE_S)
     assert process.exitcode == 0
     assert told.get() == status
-    assert read_rows(tmp_path)[-1]["starts"] == len(starts)
+    assert len([*tmp_path.glob("tried *")]) == len(starts)
+
+
+def _wait():
+    time.sleep(DEADLINE_S)
+    return 0
+
+
+def _ask_at_the_start(status):
+    warm, request = WarmProcess(_wait), LeaveRequest()
+    start = warm.start
+    warm.start = lambda places: (start(places), request.ask(signal.SIGTERM))
+    status.put(Agent(warm, Machines(2), request, boot_s()).run(Path("none")))
+
+
+def test_a_signal_while_the_ranks_are_forked_is_not_lost():
+    context = forkserver()
+    told = context.SimpleQueue()
+    process = context.Process(target=_ask_at_the_start, args=(told,))
+    process.start()
+    process.join(DEADLINE_S)
+    assert told.get() == 75

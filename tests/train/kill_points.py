@@ -25,7 +25,6 @@ from megamix.mixed_precision.grad_reduce import GradReduce
 from megamix.mixed_precision.module_state import Tallies
 from megamix.mixed_precision.param_gather import ParamGather
 from megamix.mixed_precision.unit_gather import UnitGather
-from megamix.train import judge
 from megamix.train.batch_plan import BatchPlan
 from megamix.train.resume import Resume
 from megamix.train.trainer import Trainer
@@ -128,7 +127,7 @@ def _wrap(owner, name, before=lambda arguments: None, after=lambda arguments, va
 
 def _arm(folder):
     rank, nodes = int(os.environ["RANK"]), os.environ["MEGAMIX_TEST_NODES"]
-    for module in (slots, in_memory, judge):
+    for module in (slots, in_memory):
         module.SHARED = folder / "shm" / nodes[rank]
     mirror._CHUNK = 1 << 12  # shares of tests are small
     if rank == 0:

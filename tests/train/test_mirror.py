@@ -29,7 +29,6 @@ from megamix.checkpoint.folder import Files
 from megamix.checkpoint.mirror import Mirror
 from megamix.checkpoint.snapshot import Part
 from megamix.config import ConfigError
-from megamix.train import judge
 from megamix.train.checkpointing import RunCheckpoints
 from tests.builders import EXPERTS, tiny_job
 from tests.conftest import FULL
@@ -187,7 +186,7 @@ def _start(config, folder, nodes="0000", crash_at=None, full_on=None, slow_on=No
         before[:] = [replace(part, tensor=part.tensor.clone()) for part in share(checkpoints._mirror)]
 
     with ExitStack() as patched:
-        for module in (slots, in_memory, judge):
+        for module in (slots, in_memory):
             patched.enter_context(mock.patch.object(module, "SHARED", folder / "shm" / nodes[rank]))
         patched.enter_context(mock.patch.object(os, "posix_fallocate", no_room))
         patched.enter_context(mock.patch.object(Files, "write", slow))

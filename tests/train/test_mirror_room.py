@@ -52,6 +52,10 @@ def test_status_lists_a_killed_run_which_takes_what_was_told_and_a_clear_sends_i
     told = "memory has the state after update 9, which a start takes if it is whole; else "
     assert main(["train", str(tmp_path / "run/config.toml"), "--check"]) == 0
     assert f"; {told}would go on from step 5" in capsys.readouterr().out
+    (run / "checkpoints").rename(tmp_path / "away")
+    assert main(["train", str(run / "config.toml"), "optimizer.lr=0.02", "--check"]) == 0
+    assert told in capsys.readouterr().out
+    (tmp_path / "away").rename(run / "checkpoints")
     size = f"{all_kept()[0].size / 2**20:,.1f} MiB"
     with held_home(other):
         assert main(["status", str(run)]) == 0
@@ -74,7 +78,6 @@ def test_room_for_a_run_is_what_is_free_with_its_own_and_what_no_run_needs(tmp_p
     sizes = {"run": 10, "gone": 100, "lives": 1000}
     found = [Kept(home_of(tmp_path / it), tmp_path / it, size, 7, it == "lives") for it, size in sizes.items()]
     monkeypatch.setattr(leftovers, "all_kept", lambda: found)
-    monkeypatch.setattr(leftovers, "read_status", lambda folder: SimpleNamespace(state="killed"))
     monkeypatch.setattr(leftovers.shutil, "disk_usage", lambda path: SimpleNamespace(free=1))
     assert [room_for(tmp_path / name) for name in sizes] == [111, 101, 1101]
 

@@ -24,6 +24,7 @@ from megamix.log.report.goodput import Goodput, OneStart, read_goodput, verdict
 PAGE, NUMBERS = "page.html", "report.json"
 _TEMPLATE = Template(Path(__file__).with_name("page_template.html").read_text(encoding="utf-8"))
 _SHOWN = 50  # most starts in the table
+_OF_A_STOP = "start, began, host, ranks, down before, from, seconds until, updates, lost, redone, end, cause"
 
 # The meaning of each bucket, and what helps if its share is high.
 _BUCKETS = {
@@ -32,7 +33,7 @@ _BUCKETS = {
     "redone": ("updates after the last save, lost by a stop", "checkpoint.mirror, a smaller checkpoint.save_interval"),
     "start": (
         "from the launcher's start to the loop, without compiling",
-        "fewer starts; local disks; checkpoint.mirror, whose starts read no disk",
+        "fewer starts; local disks; checkpoint.mirror",
     ),
     "compile": (
         "compiling the update, and what a first attempt takes longer",
@@ -152,21 +153,7 @@ def _stops(goodput: Goodput) -> str:
     shown = goodput.starts[-_SHOWN:]
     if len(shown) < len(goodput.starts):
         told += f". The last {len(shown)} of {len(goodput.starts)} starts:"
-    heads = [
-        "start",
-        "began",
-        "host",
-        "ranks",
-        "down before",
-        "from",
-        "seconds until",
-        "updates",
-        "lost",
-        "redone",
-        "end",
-        "cause",
-    ]
-    return f"<p>{escape(told)}</p>{_table(heads, [_stop(one) for one in reversed(shown)])}"
+    return f"<p>{escape(told)}</p>{_table(_OF_A_STOP.split(', '), [_stop(one) for one in reversed(shown)])}"
 
 
 def _stop(one: OneStart) -> list[str]:
