@@ -69,7 +69,7 @@ def outlook_of(arguments, config, tell):
     record("asked", f"{arguments.config} {arguments.check} {arguments.memory}")
     return "no problems"
 
-def start_ranks(config, notes, machines, job, request, began_s):
+def start_ranks(config, machines, job, request, began_s):
     record("log", " ".join([sys.argv[1], "ranks", str(machines.ranks), *job]))
     record("machines", f"{machines.number} {machines.this} {machines.address} {machines.port}")
     record("left", " ".join(name for name in os.environ if name.startswith("PET_")))

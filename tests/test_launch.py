@@ -50,8 +50,8 @@ KUBEFLOW = {f"PET_{name}": value for name, value in NODES.items()} | {
 @pytest.mark.parametrize(
     ("gpus", "variables", "meet", "ranks", "world"),
     [
-        (4, {}, "1 0 127.0.0.1 0", 4, 4),
-        (4, {"NPROC_PER_NODE": "2"}, "1 0 127.0.0.1 0", 2, 2),
+        (4, {}, "1 0  29500", 4, 4),
+        (4, {"NPROC_PER_NODE": "2"}, "1 0  29500", 2, 2),
         (0, NODES, "2 1 node0 29500", 1, 2),
         (4, KUBEFLOW, "2 0 node0 4711", 4, 8),
     ],

@@ -58,7 +58,7 @@ def home_of(folder: Path) -> Path:
 def records_in(home: Path) -> list[SlotRecord]:
     """Return the records of whole slots, the newest first."""
     found = list[SlotRecord]()
-    for path in home.glob(f"*{RECORD}") if _is_own(home) else ():
+    for path in sorted(home.glob(f"*{RECORD}")) if _is_own(home) else ():
         with suppress(OSError, ValueError, LookupError):  # of another version
             record = SlotRecord.from_json(path.read_bytes())
             if record.version and path.stem == record.name:

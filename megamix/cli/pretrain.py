@@ -6,13 +6,7 @@ The script has judged NNODES, NPROC_PER_NODE and where the machines meet. Mistak
 before torch is imported, mistakes in files and numbers of ranks before any rank starts.
 """
 
-from megamix.base.signals import (
-    PREEMPTED,
-    LeaveRequest,
-    ctrl_c_kills,
-    signals_passed_on,
-    sigterm_and_sigusr1_end,
-)
+from megamix.base.signals import PREEMPTED, LeaveRequest, ctrl_c_kills, signals_passed_on, sigterm_and_sigusr1_end
 
 if __name__ == "__main__":
     ctrl_c_kills()
@@ -23,7 +17,6 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -50,23 +43,22 @@ def main(argv: list[str]) -> int:
 
 def _pretrain(job: list[str], arguments: argparse.Namespace) -> int:
     began_s = boot_s() - age_s(os.getpid())
-    notes = list[str]()
-    tell: Callable[[str], None] = say if arguments.check else notes.append  # the ranks print these lines
     say_phase("checking the job")
-    config = train.job_of(arguments, tell)
+    number, this = int(os.environ.get("NNODES") or 1), int(os.environ.get("NODE_RANK") or 0)
+    address, port = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT") or 29500)
+    config = train.job_of(arguments, say if this == 0 else lambda line: None)
     with signals_passed_on(ranks_of) as request:
         ranks = int(os.environ.get("NPROC_PER_NODE") or 0) or max(1, _gpus())
         # Both sizes are the whole job's; each rank is told its own. No node is ahead of the others: the run's folder is
         # claimed only when all ranks have met.
-        machines = _machines(ranks)
-        world_size = ranks * machines.number
+        world_size = ranks * number
         os.environ |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(ranks)}
         outlook = train.outlook_of(arguments, config, say if arguments.check else lambda line: None)
         if arguments.check:
             say(outlook)
             return 0
         say_phase(f"no problems; starting {ranks} rank{'s' * (ranks > 1)}")
-        status = start_ranks(config, notes, machines, job, request, began_s)
+        status = start_ranks(config, Machines(ranks, number, this, address, port), job, request, began_s)
     if status == NO_MEMORY:
         _tell_plan(job, ranks, world_size)
     if status == PREEMPTED:
@@ -77,17 +69,7 @@ def _pretrain(job: list[str], arguments: argparse.Namespace) -> int:
     return status
 
 
-def _machines(ranks: int) -> Machines:
-    number = int(os.environ.get("NNODES") or 1)
-    if number == 1:
-        return Machines(ranks)
-    this, port = int(os.environ["NODE_RANK"]), int(os.environ.get("MASTER_PORT") or 29500)
-    return Machines(ranks, number, this, os.environ["MASTER_ADDR"], port)
-
-
-def start_ranks(
-    config: Config, notes: list[str], machines: Machines, job: list[str], request: LeaveRequest, began_s: float
-) -> int:
+def start_ranks(config: Config, machines: Machines, job: list[str], request: LeaveRequest, began_s: float) -> int:
     """Load what the ranks need, start them, and return the exit status."""
     train.set_environment(config)
     _import_torch()
@@ -101,11 +83,11 @@ def start_ranks(
             with suppress(Exception):  # a rank says why it cannot compile
                 try_compiler()
         source()  # for all ranks
-    from megamix.launch.rendezvous import keep_to_loopback  # imports torch
+        from megamix.launch.rendezvous import keep_to_loopback  # imports torch
 
     if machines.number == 1:
         keep_to_loopback(os.environ)
-    warm = WarmProcess(partial(verbs.main, ["train", *job], partial(train.run_warm, config, notes)))
+    warm = WarmProcess(partial(verbs.main, ["train", *job], partial(train.run_warm, config)))
     return Agent(warm, machines, request, began_s).run(Path(config.checkpoint.folder))
 
 

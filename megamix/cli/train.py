@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -39,13 +39,10 @@ def run_train(arguments: argparse.Namespace) -> None:
     _train(config)
 
 
-def run_warm(config: Config, notes: Sequence[str], arguments: argparse.Namespace) -> int:
+def run_warm(config: Config, arguments: argparse.Namespace) -> int:
     """Train on this rank, which was forked from a process that has called `job_of`, `set_environment` and `load`.
-
-    `notes`: what `job_of` has told. Returns the exit status.
+    Return the exit status.
     """
-    for line in notes:
-        say_on_first_rank(line)
     _check(config)
     _train(config)
     return 0

@@ -31,8 +31,8 @@ class Machines:
     ranks: int  # on each
     number: int = 1
     this: int = 0
-    address: str = "127.0.0.1"  # of machine 0
-    port: int = 0  # of its store; 0: a free one, for one machine
+    address: str = ""  # of machine 0, if there are several, as the port
+    port: int = 0
 
 
 class Agent:
@@ -71,11 +71,11 @@ class Agent:
         from megamix.launch.rendezvous import leave_meeting, meeting_of  # imports torch
 
         machines = self._machines
-        store, port = meeting_of(machines.number, machines.this, machines.address, machines.port)
+        store = meeting_of(machines.number, machines.this, machines.address, machines.port)
         common = {
             "WORLD_SIZE": machines.ranks * machines.number, "LOCAL_WORLD_SIZE": machines.ranks,
             "GROUP_RANK": machines.this, "GROUP_WORLD_SIZE": machines.number,
-            "MASTER_ADDR": machines.address, "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "MASTER_ADDR": store.host, "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RUN_ID": "megamix", "TORCHELASTIC_RESTART_COUNT": 0, BEGAN: self._began_s,
         }  # fmt: skip
         first = machines.this * machines.ranks

@@ -75,34 +75,31 @@ class LoopbackRendezvous(StaticTCPRendezvous):
 
     def next_rendezvous(self) -> rendezvous.RendezvousInfo:
         keep_to_loopback(os.environ)  # the ranks inherit the environment
-        store, port = _loopback_store()
+        store = _loopback_store()
         agents = PrefixStore("agent", store)  # the prefix keeps the agent's keys apart from the ranks' keys
-        return rendezvous.RendezvousInfo(agents, 0, 1, rendezvous.RendezvousStoreInfo(_LOOPBACK, port))
+        return rendezvous.RendezvousInfo(agents, 0, 1, rendezvous.RendezvousStoreInfo(_LOOPBACK, store.port))
 
 
-def _loopback_store() -> tuple[TCPStore, int]:
-    """Return a store of this machine, and its port."""
+def _loopback_store() -> TCPStore:
     with socket.create_server((_LOOPBACK, 0)) as listener:  # TCPStore itself would listen on every interface
-        port = listener.getsockname()[1]
-        store = TCPStore(
+        return TCPStore(
             _LOOPBACK,
-            port,
+            listener.getsockname()[1],
             is_master=True,
             wait_for_workers=False,
             timeout=_STORE_WAITS,
             master_listen_fd=listener.detach(),
         )
-    return store, port
 
 
-def meeting_of(machines: int, this: int, address: str, port: int) -> tuple[TCPStore, int]:
-    """Return the store in which the ranks of a job meet, and its port: of one machine on its loopback, of several on
-    machine 0, which must hold it to the end. Raises: as `_require_meeting`.
+def meeting_of(machines: int, this: int, address: str, port: int) -> TCPStore:
+    """Return the store in which the ranks of a job meet: of one machine on its loopback, of several on machine 0, which
+    must hold it to the end. Raises: as `_require_meeting`.
     """
     if machines == 1:
         return _loopback_store()
     _require_meeting(address, port, listens=this == 0)
-    return TCPStore(address, port, is_master=this == 0, wait_for_workers=False, timeout=_STORE_WAITS), port
+    return TCPStore(address, port, is_master=this == 0, wait_for_workers=False, timeout=_STORE_WAITS)
 
 
 def leave_meeting(store: TCPStore, machines: int, this: int) -> None:
