@@ -79,9 +79,7 @@ def load(config: Config) -> None:
             say_phase("loading torch")
         import megamix.train.main  # noqa: F401  # for its imports
 
-        if config.optimizer.compile:
-            load_compiler(config.model)
-        import torch._dynamo  # noqa: F401  # each engine would import it
+        load_compiler(config.model, updates=config.optimizer.compile)
 
 
 def job_of(arguments: argparse.Namespace, tell: Callable[[str], None]) -> Config:
