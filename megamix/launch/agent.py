@@ -62,7 +62,8 @@ class Agent:
             if status != EXIT_STATUS["failed"] or not helps:
                 return status
             if not self._request.reason:
-                say(f"megamix: starting the ranks again after update {now.update}", sys.stderr)
+                kept = _kept_aside(folder, now.starts)
+                say(f"megamix: starting the ranks again after update {now.update}{kept}", sys.stderr)
             self._began_s = boot_s()
         return PREEMPTED
 
@@ -97,3 +98,13 @@ class Agent:
         if not failed and machines.number > 1:
             leave_meeting(store, machines.number, machines.this)
         return failed
+
+
+def _kept_aside(folder: Path, start: int) -> str:
+    """Keep what the ranks of a start have said of its end from the next one. Return words that say where."""
+    aside = folder / f"ended_{start}"
+    told = [*folder.glob("stacks_rank*.txt"), *folder.glob("collectives_rank*.json")]
+    for path in told:
+        aside.mkdir(exist_ok=True)
+        path.rename(aside / path.name)
+    return f"; stacks and collectives of the last ones: {aside}" if told else ""

@@ -175,6 +175,8 @@ class RunCheckpoints:
 
     def _saved(self, path: Path) -> None:
         self._newest, self._path = self._under_way, path
+        if self._mirror is None:
+            remove_home(self._home)  # of a start that had one
         self._took_s = time.perf_counter() - self._start_s
         self._note("save_end", saved=applied_updates(path), took_s=round(self._took_s, 3))
         self._console.line(f"saved {path} in {self._took_s:.1f} s")

@@ -24,6 +24,7 @@ def _rank(folder, starts):
     (folder / f"tried {tried}").touch()
     if starts[tried] is None:  # it dies before anybody has heard of it
         os.kill(os.getpid(), signal.SIGKILL)
+    (folder / "stacks_rank0.txt").write_text(f"{tried}")
     step = 0
     journal = Journal(folder, Ledger(boot_s()), lambda: Reached(step, 0))
     before = read_rows(folder)
@@ -65,6 +66,7 @@ def test_ranks_start_again_if_one_was_killed(tmp_path, starts, ranks, status):
     assert process.exitcode == 0
     assert told.get() == status
     assert len([*tmp_path.glob("tried *")]) == len(starts)
+    assert (tmp_path / "ended_1/stacks_rank0.txt").exists() == (len(starts) > 1)
 
 
 def _wait():
