@@ -88,13 +88,13 @@ class Crash(BaseException):
 def crash_contained():
     """Let a Crash in the block end the job.
 
-    In a process of its own it would also end a save that is under way. Here that save would write beside the next
-    start, so it is waited for.
+    In a process of its own it would also end a save and a mirror that are under way. Here they would write beside the
+    next start, so they are waited for.
     """
     with suppress(Crash):
         yield
     for thread in threading.enumerate():
-        if thread.name == "checkpoint":
+        if thread.name in ("checkpoint", "mirror"):
             thread.join()
 
 

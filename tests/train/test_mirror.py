@@ -12,7 +12,6 @@ import re
 import shutil
 import subprocess
 import sys
-import threading
 import time
 from contextlib import ExitStack, redirect_stdout
 from dataclasses import replace
@@ -198,9 +197,6 @@ def _start(config, folder, nodes="0000", crash_at=None, full_on=None, slow_on=No
             run_recorded(config, crash_at=crash_at)
         except ConfigError as error:
             return "; ".join(error.problems)
-        for thread in threading.enumerate():
-            if thread.name == "mirror":
-                thread.join()
     return said.getvalue()
 
 
