@@ -79,6 +79,8 @@ def start_ranks(config: Config, machines: Machines, job: list[str], request: Lea
         torch.set_num_threads(int(threads))
     with many_imports():
         train.load(config)
+        if machines.ranks > 1:
+            import torch._dynamo  # each rank that sums would import it
         if config.optimizer.compile:
             with suppress(Exception):  # a rank says why it cannot compile
                 try_compiler()

@@ -79,7 +79,8 @@ def load(config: Config) -> None:
             say_phase("loading torch")
         import megamix.train.main  # noqa: F401  # for its imports
 
-        load_compiler(config.model, updates=config.optimizer.compile)
+        if config.optimizer.compile:
+            load_compiler(config.model)
 
 
 def job_of(arguments: argparse.Namespace, tell: Callable[[str], None]) -> Config:

@@ -27,15 +27,11 @@ def _compiler() -> str:
     return os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
 
 
-def load_compiler(model: DecoderConfig, *, updates: bool) -> None:
-    """Import the compiler, and skip its trials of vector sets that no update uses. Say when each part begins.
-    `updates`: whether these are compiled.
-    """
+def load_compiler(model: DecoderConfig) -> None:
+    """Import the compiler, and skip its trials of vector sets that no update uses. Say when each part begins."""
     say_phase("loading torch's compiler, 1 of 2")
-    import torch._dynamo  # each engine would import it
+    import torch._dynamo
 
-    if not updates:
-        return
     say_phase("loading torch's compiler, 2 of 2")
     import torch._inductor.compile_fx
 

@@ -32,7 +32,7 @@ class Finder:  # of the stand-in for torch: what does it find when it is importe
 
 sys.meta_path.insert(0, Finder)
 sys.modules["megamix.train.job"] = types.SimpleNamespace(Lines=lambda *lines: None)
-sys.modules["torch._dynamo"] = sys.modules["megamix.train.main"] = types.SimpleNamespace(run_job=run_job)
+sys.modules["megamix.train.main"] = types.SimpleNamespace(run_job=run_job)
 from megamix.cli.verbs import main
 sys.exit(main(["train", sys.argv[1]]))
 """

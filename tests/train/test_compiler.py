@@ -27,7 +27,7 @@ def test_vectors_are_tried_where_the_update_may_need_it(tmp_path, monkeypatch, c
     told = []
     monkeypatch.setattr("megamix.train.compiler.say_phase", told.append)
     with inductor.patch({"cpp.vec_isa_ok": own}):
-        load_compiler(tiny_job(tmp_path, model={"compile": compiles_model}).model, updates=True)
+        load_compiler(tiny_job(tmp_path, model={"compile": compiles_model}).model)
         assert inductor.cpp.vec_isa_ok is want
     assert told == ["loading torch's compiler, 1 of 2", "loading torch's compiler, 2 of 2"]
 
