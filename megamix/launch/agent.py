@@ -62,7 +62,7 @@ class Agent:
             if status != EXIT_STATUS["failed"] or not helps:
                 return status
             if not self._request.reason:
-                kept = _kept_aside(folder, now.starts)
+                kept = _keep_aside(folder, now.starts)
                 say(f"megamix: starting the ranks again after update {now.update}{kept}", sys.stderr)
             self._began_s = boot_s()
         return PREEMPTED
@@ -100,7 +100,7 @@ class Agent:
         return failed
 
 
-def _kept_aside(folder: Path, start: int) -> str:
+def _keep_aside(folder: Path, start: int) -> str:
     """Keep what the ranks of a start have said of its end from the next one. Return words that say where."""
     aside = folder / f"ended_{start}"
     told = [*folder.glob("stacks_rank*.txt"), *folder.glob("collectives_rank*.json")]

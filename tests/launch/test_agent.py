@@ -74,17 +74,24 @@ def _wait():
     return 0
 
 
-def _ask_at_the_start(status):
-    warm, request = WarmProcess(_wait), LeaveRequest()
+def _kill_the_warm_process():
+    os.kill(os.getppid(), signal.SIGKILL)
+    return 0
+
+
+def _launch_and_ask(main, reason, status):
+    warm, request = WarmProcess(main), LeaveRequest()
     start = warm.start
-    warm.start = lambda places: (start(places), request.ask(signal.SIGTERM))
+    warm.start = lambda places: (start(places), reason and request.ask(reason))
     status.put(Agent(warm, Machines(2), request, boot_s()).run(Path("none")))
 
 
-def test_a_signal_while_the_ranks_are_forked_is_not_lost():
+@pytest.mark.parametrize(("main", "reason"), [(_wait, signal.SIGTERM), (_kill_the_warm_process, 0)])
+def test_a_signal_while_ranks_are_forked_and_a_killed_warm_process_end_as_interrupted(main, reason):
     context = forkserver()
     told = context.SimpleQueue()
-    process = context.Process(target=_ask_at_the_start, args=(told,))
+    process = context.Process(target=_launch_and_ask, args=(main, reason, told))
     process.start()
     process.join(DEADLINE_S)
+    assert process.exitcode == 0
     assert told.get() == 75

@@ -73,6 +73,13 @@ def test_status_lists_a_killed_run_which_takes_what_was_told_and_a_clear_sends_i
     assert [one.source for one in read_goodput(run).starts] == ["", "memory", "disk"]
 
 
+def test_what_another_user_may_have_made_is_not_taken(tmp_path, shared):
+    (tmp_path / "theirs").mkdir()
+    home_of(tmp_path / "run").symlink_to(tmp_path / "theirs")
+    with pytest.raises(PermissionError, match="is another user's, or a link"), held_home(tmp_path / "run"):
+        pass
+
+
 def test_room_for_a_run_is_what_is_free_with_its_own_and_what_no_run_needs(tmp_path, monkeypatch):
     (tmp_path / "run").mkdir()
     sizes = {"run": 10, "gone": 100, "lives": 1000}
